@@ -201,6 +201,11 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def default_store() -> Any:
+    """Returns the store in which the ranks of the default process group have met."""
+    return _later("torch.distributed.distributed_c10d", "_get_default_store")()
+
+
 def num_uses_of_storage(tensor: Tensor) -> int:
     """Returns how many tensors and other objects use the memory of a tensor, the one that counts included."""
     return int(_num_uses(storage_of(tensor)))

@@ -7,10 +7,13 @@ A script that comes to its end says goodbye and waits for the others. An error t
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -70,6 +73,28 @@ def _listen() -> Undo | None:
 LISTENING = ProcessPiece(_listen)
 
 
+def at_end(act: Callable[[], object]) -> None:
+    """Has something done when this process ends; one that multiprocessing has forked runs nothing of `atexit`."""
+    if multiprocessing.parent_process() is None:
+        atexit.register(act)
+    else:
+        Finalize(None, act, exitpriority=0)
+
+
+def end_now(status: int) -> NoReturn:
+    """Ends this process with its workers: those of a fork server would not notice."""
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
+    os._exit(status)
+
+
+def error_in_flight() -> BaseException | None:
+    """Returns the error that nobody has caught and that ends this process, as it ends."""
+    error: BaseException | None = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return None if isinstance(error, SystemExit) else error
+
+
 class Ranks(Protocol):
     """The ranks that this one is of: a `World`."""
 
@@ -100,7 +125,7 @@ class Ending:
         sys.excepthook = self.on_error
         threading.excepthook = self.on_thread_error
         sys.exit = self.on_exit
-        atexit.register(self.on_end)
+        at_end(self.on_end)
 
     def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._is_child():
@@ -129,6 +154,8 @@ class Ending:
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None:  # a hook that the script has put in the place of ours has shown it
             self._ranks.end_with(status_after(uncaught))
+        if (failure := error_in_flight()) is not None:  # of a function that multiprocessing runs
+            self._ranks.abort(failure, f"rank {self._ranks.rank} failed")
         if self._status != 0 and self._num_acts == self._ranks.num_acts:
             self._ranks.end_with(self._status)
         try:

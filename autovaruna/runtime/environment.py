@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
@@ -11,18 +10,22 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from autovaruna.errors import ConfigError
-from autovaruna.interception.ending import Ending
+from autovaruna._torch import default_store
+from autovaruna.errors import ConfigError, RankError
+from autovaruna.interception.ending import Ending, at_end, error_in_flight
 from autovaruna.runtime.launcher import (
     OF_OPEN_MPI,
     OF_TORCHRUN,
     end_with,
     expect_siblings,
+    helps_a_rank,
     launcher_of,
+    record_fork,
     remove_leftovers,
 )
 from autovaruna.runtime.transport.processes import ProcessTransport
@@ -49,6 +52,8 @@ _lock = threading.Lock()
 _world: World | None = None
 _ending: Ending | None = None
 _has_promised = False
+_store: Any = None
+"""That of a process group which the script has made, and which is the launcher; None: there is none."""
 
 
 def get_world() -> World:
@@ -63,7 +68,8 @@ def get_world() -> World:
     if world is not None:
         return world
     with _lock:
-        if _world is None:
+        is_unused = _world is not None and _world.num_ranks == 1 and not _world.num_models
+        if _world is None or (is_unused and num_ranks_here() > 1):
             _world = _started(os.environ)
         return _world
 
@@ -72,29 +78,83 @@ def world_of_thread() -> World | None:
     return getattr(of_this_thread, "world", None)
 
 
+class NoRank:
+    """Stands for the watch of a process that a rank has started, which knows its numbers: what it is asked raises."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RankError(
+            f"A process that rank {self._rank} has started, as a worker of its DataLoader, is none of the ranks: got a "
+            "call that all ranks make together (of a wrapped model, or barrier()). Expected it in a process of a rank."
+        )
+
+
+def _world_of_helper(rank: int, num_ranks: int) -> World:
+    world: Any = single_world()
+    world.rank, world.num_ranks, world.hosts, world.watch = rank, num_ranks, world.hosts * num_ranks, NoRank(rank)
+    return world  # type: ignore[no-any-return]
+
+
+def _after_fork() -> None:
+    """Has a child process, whose memory is a rank's, know that it is none."""
+    see_group()
+    record_fork()
+    if _world is not None and _world.num_ranks > 1:
+        _world.watch = NoRank(_world.rank)  # type: ignore[assignment]
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def see_group() -> None:
+    """Takes a process group that the script has made for its launcher, unless another has started several ranks."""
+    global _store
+    has_other = "TORCHELASTIC_RUN_ID" in os.environ or _number(os.environ, *SIZE_VARIABLES) > 1
+    if _store is not None or has_other or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if dist.get_backend() != "fake":
+        _store = default_store()
+        os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+
+
+def num_ranks_here() -> int:
+    """Returns the number of ranks that a launcher, or the script itself, has started; 1 without one."""
+    see_group()
+    return num_ranks_in(os.environ)
+
+
 def single_world() -> World:
     return World(SingleTransport())
 
 
 def _started(variables: Mapping[str, str]) -> World:
-    num_ranks = num_ranks_in(variables)
+    num_ranks = num_ranks_here()
     if num_ranks == 1:
         check_slurm(variables)
         return single_world()
+    if helps_a_rank(variables):
+        of_mpi = next((variables[name] for name in _RANK_VARIABLES if variables.get(name, "").isdigit()), "0")
+        return _world_of_helper(int(variables["RANK"] if is_of_torch(variables) else of_mpi), num_ranks)
     return start_torch(variables) if is_of_torch(variables) else start_mpi(num_ranks)
 
 
 def promise() -> None:
     """Makes sure that this rank says goodbye at its end even if it never uses its world: others would wait for it."""
     global _has_promised
-    if not _has_promised and world_of_thread() is None and num_ranks_in(os.environ) > 1:
+    if _has_promised or world_of_thread() is not None:
+        return
+    if num_ranks_here() > 1 and not helps_a_rank(os.environ):
         _has_promised = True
-        atexit.register(_say_goodbye, os.getpid())
+        at_end(partial(_say_goodbye, os.getpid()))
 
 
 def _say_goodbye(process: int) -> None:
     """Joins the others at the end of a script that did not, unless an error ends it: the launcher ends them then."""
-    if _world is None and os.getpid() == process and getattr(sys, "last_value", None) is None:
+    if _ending is None and os.getpid() == process and error_in_flight() is None:
         get_world()
         assert _ending is not None
         _ending.on_end()
@@ -165,7 +225,7 @@ def barrier() -> None:
 def is_alone() -> bool:
     """Whether there is one rank; does not start MPI."""
     world = world_of_thread() or _world
-    return (num_ranks_in(os.environ) if world is None else world.num_ranks) == 1
+    return (num_ranks_here() if world is None else world.num_ranks) == 1
 
 
 def local_rank_in(variables: Mapping[str, str]) -> int | None:
@@ -221,7 +281,10 @@ def first_host(nodes: str) -> str:
 
 def start_torch(variables: Mapping[str, str]) -> World:
     """Joins the ranks that a launcher of torch.distributed has started; raises if it does not say which one this is."""
-    missing = [name for name in TORCH_VARIABLES if not variables.get(name)]
+    from autovaruna.runtime.transport.sockets import SocketTransport, open_store, place_of
+
+    names = TORCH_VARIABLES[:2] if _store is not None else TORCH_VARIABLES
+    missing = [name for name in names if not variables.get(name)]
     num_ranks, rank = _number(variables, "WORLD_SIZE"), variables.get("RANK", "")
     if missing or not rank.isdigit() or int(rank) >= num_ranks:
         wrong = f"{', '.join(missing)} is not set" if missing else f"RANK is {rank}"
@@ -230,12 +293,15 @@ def start_torch(variables: Mapping[str, str]) -> World:
             f"with `torchrun --nproc-per-node {num_ranks} {_script()} ...` or `mpirun -np {num_ranks} python "
             f"{_script()} ...`"
         )
-    from autovaruna.runtime.transport.sockets import SocketTransport, open_store
-
     if "TORCHELASTIC_RUN_ID" in variables:
         end_with(os.getppid())
-    place, check = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), partial(expect_siblings, OF_TORCHRUN)
-    return _joined(SocketTransport(open_store(), int(rank), num_ranks, place, check), num_ranks)
+    is_env = _store is None
+    place = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) if is_env else place_of(_store)
+    check, attempt = partial(expect_siblings, OF_TORCHRUN), variables.get("TORCHELASTIC_RESTART_COUNT", "")
+    world = _joined(SocketTransport(open_store(_store, attempt), int(rank), num_ranks, place, check), num_ranks)
+    if _store is not None:
+        os.environ.setdefault("LOCAL_RANK", str(world.hosts[: world.rank].count(world.hosts[world.rank])))
+    return world
 
 
 def _joined(transport: ProcessTransport, num_ranks: int) -> World:

@@ -6,10 +6,12 @@ status 0: so a rank looks for the others of its host just before that call. Rank
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +27,12 @@ _PATIENCE_SECONDS = 2.0
 _STARTING_SECONDS = 60.0
 """What is younger may be of a job that starts just now."""
 _LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
+_OF_RANK = (
+    *("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_STEP_ID"),
+    *("PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"),
+)
+"""The variables that say which rank of which job a process is: those of its child are the same."""
+_at_fork: dict[str, str] | None = None
 
 
 class Names(NamedTuple):
@@ -64,11 +72,34 @@ def _ranks_of(job: Sequence[str | None], names: Names, processes: Path) -> set[s
     """Returns the ranks of a job that have a process here: itself, or one that it has started."""
     found = set()
     for process in [each for each in processes.iterdir() if each.name.isdigit()]:
-        entries = (entry.partition("=") for entry in _text_of(process / "environ").split("\0"))
-        variables = {name: value for name, _, value in entries}
+        variables = _variables_of(process)
         if names.rank in variables and [variables.get(name) for name in names.job] == job:
             found.add(variables[names.rank])
     return found
+
+
+def record_fork() -> None:
+    """Keeps the variables that this process has from the one that it was forked from."""
+    global _at_fork
+    _at_fork = dict(os.environ)
+
+
+def helps_a_rank(variables: Mapping[str, str], processes: Path = Path("/proc")) -> bool:
+    """Whether a rank has started this process, by fork or by multiprocessing, and nobody has made it a rank since.
+
+    A process that is spawned runs the script again before it knows its parent: the script then has another name.
+    """
+    before, main = _at_fork, sys.modules.get("__mp_main__")
+    is_spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", "") == "__mp_main__"
+    if before is None and is_spawned:
+        before = _variables_of(processes / "self")
+    return before is not None and all(before.get(name) == variables.get(name) for name in _OF_RANK)
+
+
+def _variables_of(process: Path) -> dict[str, str]:
+    """Returns the variables that a process was started with."""
+    entries = (entry.partition("=") for entry in _text_of(process / "environ").split("\0"))
+    return {name: value for name, _, value in entries}
 
 
 def launcher_of(process: int, processes: Path = Path("/proc")) -> int:

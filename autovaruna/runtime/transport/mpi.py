@@ -15,6 +15,7 @@ import mpi4py
 from torch import Tensor
 
 from autovaruna.errors import RankError
+from autovaruna.interception.ending import end_now
 from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, TensorTransfer, check_size
 from autovaruna.runtime.transport.processes import ProcessTransport
 
@@ -104,7 +105,7 @@ class MpiTransport(ProcessTransport):
         sys.stderr.flush()
         if "OMPI_COMM_WORLD_SIZE" not in os.environ:
             MPI.COMM_WORLD.Abort(status)
-        os._exit(status)
+        end_now(status)
 
     def close(self) -> None:
         if self._owns_mpi and not MPI.Is_finalized():

@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from autovaruna.errors import RankError
+from autovaruna.interception.ending import end_now
 from autovaruna.log import write_error
 from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Arrival, Departure, TensorTransfer
 from autovaruna.runtime.transport.processes import ProcessTransport
@@ -311,7 +312,7 @@ class SocketTransport(ProcessTransport):
         sys.stdout.flush()
         sys.stderr.flush()
         self._life.tell(_END + bytes([status & 0xFF]))
-        os._exit(status)
+        end_now(status)
 
     def close(self) -> None:
         self._life.tell(_GOODBYE)
@@ -363,13 +364,29 @@ class Life:
         if not word and (other > self._rank or self._rank == 1):  # the one above it, or of rank 0 the first below
             write_error(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
         time.sleep(_LAUNCHER_SECONDS)
-        os._exit(status)
+        end_now(status)
 
 
-def open_store() -> Any:
-    """Returns the store of this start of the ranks, where their launcher says; the script may use the same."""
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
-    return PrefixStore("autovaruna", store)
+def open_store(store: Any, attempt: str) -> Any:
+    """Returns the part of a store, or of that where the launcher says, for this start of the ranks.
+
+    The script may use the same; a launcher that starts ranks again may keep it.
+    """
+    if store is None:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
+    return PrefixStore(f"autovaruna {attempt}", store)
+
+
+def place_of(store: Any) -> tuple[str, int]:
+    """Returns an address that all ranks can reach: where a store is, or this host, if it is in a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if hasattr(store, "host"):
+        return store.host, store.port
+    try:
+        return socket.gethostbyname(socket.gethostname()), 9  # any port: nothing is sent
+    except OSError:  # a host whose name cannot be looked up
+        return "127.0.0.1", 9
 
 
 def _fill(arrival: Arrival, data: bytearray) -> None:
