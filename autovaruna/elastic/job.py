@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -43,6 +44,7 @@ _PASSED_ON = (
 )
 """How variables begin that ranks get, beside those of the job."""
 _GRACE_SECONDS = 30.0
+_AGENT, _SSH = "PRTE_MCA_plm_ssh_agent", "VARUNA_SSH"  # mpirun's setting, and the variable with what it runs
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 """How mpirun's daemons find that a host has lost its power: seconds of silence, seconds between probes, and probes."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
@@ -190,7 +192,7 @@ class MpiJob:
                 found[stub.SOCKET] = str(Path(self._place.folder, SOCKET))
         for name, seconds in _KEEP_ALIVE.items():
             found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
-        found |= AS_ROOT | _beside_allocation(self.options.hosts)
+        found |= AS_ROOT | _beside_allocation(self.options.hosts) | quoting_ssh(self.mpirun)
         if max(self.options.hosts.values()) > (os.cpu_count() or 1):
             found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         return found
@@ -316,7 +318,8 @@ class Probe:
 
     def __init__(self, host: str, seconds: float) -> None:
         words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
-        mpirun, variables = find_mpirun(), {**os.environ, **AS_ROOT, **_beside_allocation([host])}
+        mpirun = find_mpirun()
+        variables = {**os.environ, **AS_ROOT, **_beside_allocation([host]), **quoting_ssh(mpirun)}
         self._deadline = time.monotonic() + seconds
         self._process = _mpirun(
             mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
@@ -341,6 +344,20 @@ def _beside_allocation(hosts: Collection[str]) -> dict[str, str]:
     """Returns what has mpirun take hosts by ssh that Slurm's allocation does not know, at least by these names."""
     nodes = slurm_nodes()
     return {} if not nodes or set(hosts) <= set(nodes) else {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"}
+
+
+def quoting_ssh(mpirun: str) -> dict[str, str]:
+    """Returns what has mpirun quote its own path, if it has a space, for the shells of other hosts.
+
+    It splits the call of ssh at spaces, and hands it on to its daemons between double quotes.
+    """
+    prefix = str(Path(mpirun).resolve().parents[1])
+    quoted = re.sub(r"[^\w@%+=:,./-]", r"\\\g<0>", prefix)
+    if quoted == prefix or _AGENT in os.environ:
+        return {}
+    old, new = re.sub(r"[][\\.*^$|]", r"\\\g<0>", prefix), re.sub(r"[\\&|]", r"\\\g<0>", quoted)
+    edit = shlex.quote(f"s|{old}|{new}|g")
+    return {_AGENT: f'sh -c eval\t"${_SSH}"', _SSH: f'exec ssh "$0" "$(printf %s "$*" | sed {edit})"'}
 
 
 def _mpirun(

@@ -54,6 +54,7 @@ def test_buffers_change_once_a_micro_batch() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(" " in torch.__path__[0], reason="inductor links nothing below a path with a space")
 def test_inductor_is_within_rounding() -> None:
     found, expected = (trained(SMALL, backend, ((0,),)) for backend in (True, False))
     compare(found.record, expected.record)

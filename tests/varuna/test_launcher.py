@@ -20,7 +20,7 @@ import pytest
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.host_list import list_hosts
-from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
+from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun, quoting_ssh
 from autovaruna.elastic.options import read_options, read_variables
 from autovaruna.errors import ConfigError
 
@@ -232,3 +232,20 @@ def test_a_host_is_no_word_of_a_command() -> None:
         Path("machines").write_text(f"{name}\n")
         with pytest.raises(ConfigError, match=f"holds {re.escape(repr(name))}; expected one name or address a line"):
             read_options(options())
+
+
+@pytest.mark.parametrize("folder", ["My Drive (1)/it's [a] & b.*", "plain"])
+def test_mpirun_may_lie_below_a_path_with_a_space(folder: str, tmp_path: Path) -> None:
+    """Shells of other hosts split the path of its daemon."""
+    binary = tmp_path / folder / "bin"
+    binary.mkdir(parents=True)
+    (binary / "prted").write_text('#!/bin/sh\necho "$PREFIX $1"')
+    (tmp_path / "ssh").write_text('#!/bin/sh\nhost=$1; shift; echo "$host: $(sh -c "$*")"')
+    for program in (binary / "prted", tmp_path / "ssh"):
+        program.chmod(0o755)
+    variables = quoting_ssh(str(binary / "mpirun"))
+    call = variables.get("PRTE_MCA_plm_ssh_agent", "ssh").split(" ")  # as mpirun does
+    started = f"PREFIX={binary.parent};export PREFIX;{binary}/prted"
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([*call, "h2", started, '"n"'], env=variables | path, capture_output=True, text=True)
+    assert done.stdout == f"h2: {binary.parent} n\n", done.stderr
