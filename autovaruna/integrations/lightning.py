@@ -23,6 +23,7 @@ from autovaruna.errors import ConfigError, InputError, TraceError
 from autovaruna.graph.methods import own_calls
 from autovaruna.integrations.lightning_step import STEPS, WRAPPERS, ModuleOnRanks
 from autovaruna.integrations.process_group import init_process_group, local_rank
+from autovaruna.integrations.whole_state import show_whole_state
 from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.runtime.environment import get_world
 
@@ -97,6 +98,10 @@ class _Wrappers(dict[str, AutoVaruna]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Wrappers:
         return _Wrappers()
+
+    def show_states(self) -> None:
+        for wrapper in self.values():
+            show_whole_state(wrapper, "call trainer.save_checkpoint(path)")
 
 
 _CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
@@ -177,8 +182,11 @@ class AutoVarunaStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         if not self._wrappers:
             self._wrap(trainer, self.optimizers if is_fitting else [])
+            self._wrappers.show_states()
         elif self._wrappers.whole is not None:
             self._wrappers.whole.trainer = trainer
+        if is_fitting:
+            self._wrap_averages(trainer)
         self.setup_precision_plugin()
 
     def _wrap(self, trainer: pl.Trainer, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -192,6 +200,17 @@ class AutoVarunaStrategy(DDPStrategy):
             name = self._name_of_trained(optimizer)
             wrapper = self._wrappers[name] = AutoVaruna(module.get_submodule(name), optimizer, **settings)
             self._routes.enter_context(own_calls(wrapper.module, wrapper))
+
+    def _wrap_averages(self, trainer: pl.Trainer) -> None:
+        """Wraps the copies of the module that callbacks have made for averages: they are split like the module."""
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            copied = getattr(average, "module", average)
+            if isinstance(copied, pl.LightningModule) and not vars(copied).get(WRAPPERS):
+                wrappers = vars(copied)[WRAPPERS] = _Wrappers()
+                for name, wrapper in self._wrappers.items():
+                    wrappers[name] = wrapper._wrap_copy(copied.get_submodule(name))
+                wrappers.show_states()
 
     def _name_of_trained(self, optimizer: torch.optim.Optimizer) -> str:
         """Returns the name of the child that has all parameters of one optimizer of several."""
@@ -223,13 +242,6 @@ class AutoVarunaStrategy(DDPStrategy):
             yield
 
     # state
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole module's state under its own names, on every rank. Collective."""
-        state: dict[str, Any] = self.lightning_module.state_dict()
-        for name, wrapper in self._wrappers.items():
-            state.update({f"{name}.{key}" if name else key: value for key, value in wrapper.state_dict().items()})
-        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads a whole module's state, of which this rank takes its part."""
