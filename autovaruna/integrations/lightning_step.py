@@ -300,7 +300,8 @@ class ModuleOnRanks:
     @contextmanager
     def as_it_is(self, hook: str) -> Iterator[None]:
         """Surrounds a step that is not traced."""
-        is_checked = hook == "training_step" and hook in self.reasons
+        assert self.wrapper is not None
+        is_checked = hook == "training_step" and hook in self.reasons and self.wrapper.settings.inputs != "replicated"
         with _in_place([(self, "_is_in_step", True)]), _OwnWeights(self, hook) if is_checked else nullcontext():
             yield
 
