@@ -27,6 +27,9 @@ from autovaruna.integrations.whole_state import show_whole_state
 from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.runtime.environment import get_world
 
+_CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
+"""What a plugin of precision puts around each step."""
+
 
 class AutoVarunaEnvironment(ClusterEnvironment):
     """Tells Lightning of the ranks that mpirun, torchrun or another launcher has started."""
@@ -102,9 +105,6 @@ class _Wrappers(dict[str, AutoVaruna]):
     def show_states(self) -> None:
         for wrapper in self.values():
             show_whole_state(wrapper, "call trainer.save_checkpoint(path)")
-
-
-_CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:

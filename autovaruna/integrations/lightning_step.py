@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric, MetricCollection
 
-from autovaruna._torch import OWN_CALL
+from autovaruna._torch import MODULES, OWN_CALL
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import method_of
 from autovaruna.graph.guards import Unusable, UsedError, is_constant
 from autovaruna.graph.side_effects import left_tensors
-from autovaruna.integrations.whole_state import Route
+from autovaruna.integrations.whole_state import RoutedCalls
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class ModuleOnRanks:
         with _in_place(self._hidden):
             self.wrapper = AutoVaruna(self.module, *args, **kwargs)
         for path, module in self._routes.items():
-            Route(module, partial(self.run, path), self._is_needed)
+            RoutedCalls(module, partial(self.run, path), self._is_needed)
         return self.wrapper
 
     def _is_needed(self) -> bool:
@@ -347,7 +347,7 @@ def _metrics_in(module: nn.Module, path: str, recorder: _Recorder) -> Iterator[t
     """Yields what stands in the place of metrics, and that the modules that have them do not."""
     own = [name for name, child in module.named_children() if _is_metric(child)]
     if own:
-        yield module, "_modules", {name: each for name, each in vars(module)["_modules"].items() if name not in own}
+        yield module, MODULES, {name: each for name, each in vars(module)[MODULES].items() if name not in own}
     for name, child in module.named_children():
         if name in own:
             yield module, name, _MetricInStep(f"{path}{name}", recorder)

@@ -37,7 +37,7 @@ class _WholeState:
         return MethodType, (self.plain.__func__, self.plain.__self__)  # type: ignore[attr-defined]
 
 
-class Route:
+class RoutedCalls:
     """Is what calls of a module are; they are handed on unless the library itself calls. A copy has none."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], is_needed: Callable[[], bool]) -> None:
@@ -70,4 +70,4 @@ def show_whole_calls(wrapper: AutoVaruna) -> None:
         found = known()
         return found is not None and found._is_split
 
-    Route(wrapper.module, lambda *args, **kwargs: known()(*args, **kwargs), is_needed)  # type: ignore[misc]
+    RoutedCalls(wrapper.module, lambda *args, **kwargs: known()(*args, **kwargs), is_needed)  # type: ignore[misc]
