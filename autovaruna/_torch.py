@@ -117,6 +117,7 @@ try:
     # What torch does for all of its own modules and optimizers.
     call_impl = nn.Module._call_impl  # runs a module with its hooks
     OWN_CALL = "_compiled_call_impl"  # where a module has what its calls are instead, as ``module.compile()`` does
+    MODULES = "_modules"  # where a module has its own modules
     CONVERT = "_apply"  # makes each tensor of a module another
     convert_impl: Any = nn.Module._apply
     FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # tables of a module's hooks

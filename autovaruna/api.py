@@ -570,14 +570,18 @@ class AutoVaruna(nn.Module):
         """Returns a model of its own, without an optimizer, of which each rank holds what it holds of this one."""
         if self._persistence.pending is not None and self._persistence.pending.weights:
             raise self._persistence.too_early("a copy of the model")
+        made = memo[id(self)] = self._wrap_copy(copy.deepcopy(self.module, memo))
+        own = vars(self).keys() - vars(made).keys()
+        made.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in own})
+        return made
+
+    def _wrap_copy(self, module: nn.Module) -> AutoVaruna:
+        """Returns a wrapper of a copy of the module, which is split like this one."""
         made = type(self).__new__(type(self))
-        made._wrap(copy.deepcopy(self.module, memo), self.settings, self._session.copies)
-        memo[id(self)] = made
+        made._wrap(module, self.settings, self._session.copies)
         made.training = self.training
         if self._wrapped.engine is not None:
             made._session.run_part()
-        own = vars(self).keys() - vars(made).keys()
-        made.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in own})
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -43,7 +43,7 @@ class ModelInTraining:
         """Returns the model's ``state_dict``: its tensors, on ``meta`` those of other ranks, and what modules add."""
         tensors: dict[str, Tensor] = {}
         others: dict[str, Any] = {}
-        for name, value in self.model.state_dict().items():
+        for name, value in self.state.entries().items():
             (tensors if name in self.state.first_name else others)[name] = value
         return tensors, others
 

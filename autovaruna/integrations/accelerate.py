@@ -22,6 +22,7 @@ from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import InputError
 from autovaruna.integrations.process_group import init_process_group
+from autovaruna.integrations.whole_state import show_whole_state
 from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.runtime.environment import get_world, get_world_size
 from autovaruna.runtime.exchange import ALIKE
@@ -79,6 +80,7 @@ class Accelerator(accelerate.Accelerator):
         if self.device_placement if device_placement is None else device_placement:
             model = model.to(self.device)
         wrapper = AutoVaruna(model, found[0] if found else None, scaler=self.scaler, **self._settings)
+        show_whole_state(wrapper, "call accelerator.save_model(model, folder) or accelerator.get_state_dict(model)")
         wrapper.forward = self._forward(wrapper, wrapper.forward)
         self._models.append(wrapper)
         return wrapper

@@ -7,7 +7,8 @@ and whatever a step calls of these is a call of their wrappers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,14 +18,18 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from autovaruna._torch import replaced
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError, InputError, TraceError
-from autovaruna.graph.methods import own_calls
 from autovaruna.integrations.lightning_step import STEPS, WRAPPERS, ModuleOnRanks
 from autovaruna.integrations.process_group import init_process_group, local_rank
+from autovaruna.integrations.whole_state import RoutedCalls, show_whole_state
 from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.runtime.environment import get_world
+
+_CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
+"""What a plugin of precision puts around each step."""
 
 
 class AutoVarunaEnvironment(ClusterEnvironment):
@@ -94,12 +99,19 @@ class _Wrappers(dict[str, AutoVaruna]):
     """
 
     whole: ModuleOnRanks | None = None
+    is_in_step = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Wrappers:
         return _Wrappers()
 
+    def is_needed(self, wrapper: AutoVaruna) -> bool:
+        """Whether a call of a wrapped child is one of its wrapper: in a step that trains, or of a split model."""
+        is_in_training = self.is_in_step and torch.is_grad_enabled()
+        return not wrapper._is_plain and (wrapper._is_split or is_in_training)
 
-_CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
+    def show_states(self) -> None:
+        for wrapper in self.values():
+            show_whole_state(wrapper, "call trainer.save_checkpoint(path)")
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
@@ -113,7 +125,7 @@ def _on_ranks(name: str) -> Callable[..., Any]:
                     return whole.run_step(name, args)
                 except (InputError, TraceError) as error:
                     whole.give_up(name, error)
-        with nullcontext() if whole is None else whole.as_it_is(name):
+        with replaced(strategy._wrappers, "is_in_step", True) if whole is None else whole.as_it_is(name):
             return getattr(DDPStrategy, name)(strategy, *args)
 
     return step
@@ -136,7 +148,6 @@ class AutoVarunaStrategy(DDPStrategy):
         resolve(settings)
         super().__init__(cluster_environment=AutoVarunaEnvironment())
         self._settings = settings
-        self._routes = ExitStack()  # of calls of wrapped children
 
     # the ranks
 
@@ -177,8 +188,11 @@ class AutoVarunaStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         if not self._wrappers:
             self._wrap(trainer, self.optimizers if is_fitting else [])
+            self._wrappers.show_states()
         elif self._wrappers.whole is not None:
             self._wrappers.whole.trainer = trainer
+        if is_fitting:
+            self._wrap_averages(trainer)
         self.setup_precision_plugin()
 
     def _wrap(self, trainer: pl.Trainer, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -191,7 +205,18 @@ class AutoVarunaStrategy(DDPStrategy):
         for optimizer in optimizers:
             name = self._name_of_trained(optimizer)
             wrapper = self._wrappers[name] = AutoVaruna(module.get_submodule(name), optimizer, **settings)
-            self._routes.enter_context(own_calls(wrapper.module, wrapper))
+            RoutedCalls(wrapper.module, wrapper, partial(self._wrappers.is_needed, wrapper))
+
+    def _wrap_averages(self, trainer: pl.Trainer) -> None:
+        """Wraps the copies of the module that callbacks have made for averages: they are split like the module."""
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            copied = getattr(average, "module", average)
+            if isinstance(copied, pl.LightningModule) and not vars(copied).get(WRAPPERS):
+                wrappers = vars(copied)[WRAPPERS] = _Wrappers()
+                for name, wrapper in self._wrappers.items():
+                    wrappers[name] = wrapper._wrap_copy(copied.get_submodule(name))
+                wrappers.show_states()
 
     def _name_of_trained(self, optimizer: torch.optim.Optimizer) -> str:
         """Returns the name of the child that has all parameters of one optimizer of several."""
@@ -223,13 +248,6 @@ class AutoVarunaStrategy(DDPStrategy):
             yield
 
     # state
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole module's state under its own names, on every rank. Collective."""
-        state: dict[str, Any] = self.lightning_module.state_dict()
-        for name, wrapper in self._wrappers.items():
-            state.update({f"{name}.{key}" if name else key: value for key, value in wrapper.state_dict().items()})
-        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads a whole module's state, of which this rank takes its part."""

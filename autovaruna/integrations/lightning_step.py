@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from hashlib import sha256
 from inspect import signature
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric, MetricCollection
 
-from autovaruna._torch import OWN_CALL, replaced
+from autovaruna._torch import MODULES, OWN_CALL
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import method_of
 from autovaruna.graph.guards import Unusable, UsedError, is_constant
 from autovaruna.graph.side_effects import left_tensors
+from autovaruna.integrations.whole_state import RoutedCalls
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class _OwnWeights(TorchFunctionMode):
                 raise InputError(
                     f"{self._hook} of {type(self._of.module).__name__} computes with {names[0]} itself: the gradient "
                     f"would be of this rank's samples alone. It is not traced ({self._of.reasons[self._hook]}). "
-                    f"Expected a {self._hook} of tensors alone, or one that uses weights by self(...) and modules of its own."
+                    f"Expected a {self._hook} of tensors alone, or one that uses weights by self(...) and its modules."
                 )
         return made
 
@@ -196,18 +197,14 @@ class ModuleOnRanks:
         with _in_place(self._hidden):
             self.wrapper = AutoVaruna(self.module, *args, **kwargs)
         for path, module in self._routes.items():
-            setattr(module, OWN_CALL, partial(self._route, path, module))
+            RoutedCalls(module, partial(self.run, path), self._is_needed)
         return self.wrapper
 
-    def _route(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module or a child: on all ranks in a step that trains, and where the model is split."""
-        wrapper = self.wrapper
-        assert wrapper is not None
-        is_needed = wrapper._is_split or (self._is_in_step and torch.is_grad_enabled())
-        if wrapper._is_plain or not is_needed:
-            with replaced(module, OWN_CALL, None):
-                return module(*args, **kwargs)
-        return self.run(path, args, kwargs)
+    def _is_needed(self) -> bool:
+        """Whether a call of the module or a child is one on all ranks: in a step that trains, or of a split model."""
+        assert self.wrapper is not None
+        is_in_training = self._is_in_step and torch.is_grad_enabled()
+        return not self.wrapper._is_plain and (self.wrapper._is_split or is_in_training)
 
     # steps
 
@@ -228,13 +225,13 @@ class ModuleOnRanks:
         """
         given = [apply_to_collection(args[0], (str, bytes, int, float), lambda _: _NO_TENSOR), *args[1:]]
         given[1:2] = [_NO_TENSOR for _ in args[1:2]]  # batch_idx, another one in each step
-        return self.run(hook, given, {})
+        return self.run(hook, *given)
 
-    def run(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a step, the module itself, or a child, on all ranks; does what it has left to do. Collective."""
         assert self.wrapper is not None
         name = self._name(path)
-        with replaced(self, "is_calling", True), _in_place(self._hidden):
+        with _in_place([*self._hidden, (self, "is_calling", True)]):
             found = self.wrapper._call_part(f"{_CALLS}.{name}", *args, **kwargs)
         results: list[Any] = []
 
@@ -303,10 +300,9 @@ class ModuleOnRanks:
     @contextmanager
     def as_it_is(self, hook: str) -> Iterator[None]:
         """Surrounds a step that is not traced."""
-        with ExitStack() as stack:
-            stack.enter_context(replaced(self, "_is_in_step", True))
-            if hook == "training_step" and hook in self.reasons:
-                stack.enter_context(_OwnWeights(self, hook))
+        assert self.wrapper is not None
+        is_checked = hook == "training_step" and hook in self.reasons and self.wrapper.settings.inputs != "replicated"
+        with _in_place([(self, "_is_in_step", True)]), _OwnWeights(self, hook) if is_checked else nullcontext():
             yield
 
     def give_up(self, hook: str, error: Exception) -> None:
@@ -351,7 +347,7 @@ def _metrics_in(module: nn.Module, path: str, recorder: _Recorder) -> Iterator[t
     """Yields what stands in the place of metrics, and that the modules that have them do not."""
     own = [name for name, child in module.named_children() if _is_metric(child)]
     if own:
-        yield module, "_modules", {name: each for name, each in vars(module)["_modules"].items() if name not in own}
+        yield module, MODULES, {name: each for name, each in vars(module)[MODULES].items() if name not in own}
     for name, child in module.named_children():
         if name in own:
             yield module, name, _MetricInStep(f"{path}{name}", recorder)

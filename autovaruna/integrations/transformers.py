@@ -33,6 +33,7 @@ from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
 from autovaruna.integrations.accelerate import pad_value, padded_to_longest
 from autovaruna.integrations.process_group import init_process_group
+from autovaruna.integrations.whole_state import show_whole_calls, show_whole_state
 from autovaruna.runtime.environment import get_world_size
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
@@ -151,6 +152,8 @@ class AutoVarunaMixin(_Other):
                 self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
                 self.model.config.architectures = [type(self.model).__name__]
             wrapper = AutoVaruna(self.model, optimizer, scaler=self.accelerator.scaler, **settings)
+            show_whole_state(wrapper, "call trainer.save_model(folder)")
+            show_whole_calls(wrapper)
             self.model_wrapped = wrapper
         return wrapper
 

@@ -31,6 +31,11 @@ def own_code() -> Iterator[None]:
         yield
 
 
+def is_own_code() -> bool:
+    """Whether what runs on this thread now is the library's own."""
+    return _own_code.is_running
+
+
 class DirectCalls:
     """The modules of a model, beside the wrapper, through which a backward has gone: the paths that are `used`."""
 

@@ -139,6 +139,12 @@ class OwnedState:
                         self.places.setdefault(known, []).append((module, name))
                         self._tables.setdefault(known, (table, name))
 
+    def entries(self) -> dict[str, Any]:
+        """Returns the model's own ``state_dict``: an integration may show another one in its place."""
+        state_dict: Any = self.model.state_dict
+        found: dict[str, Any] = getattr(state_dict, "plain", state_dict)()
+        return found
+
     def tensor(self, name: str) -> Tensor:
         """Returns a parameter or buffer by first name, on ``meta`` if this rank does not hold it."""
         if name not in self._tables:
@@ -305,7 +311,7 @@ def whole_state(
     tensor, as in plain PyTorch. What a script writes into them reaches the model through `copies`.
     """
     world.barrier(what)  # says so if a rank is elsewhere, as messages do not
-    entries: dict[str, Any] = state.model.state_dict()
+    entries = state.entries()
     fetched: dict[str, Tensor] = {}
     for name, value in entries.items():
         first = state.first_name.get(name)
@@ -333,7 +339,7 @@ def from_rank(value: Any, root: int, world: World) -> Any:
 
 def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) -> Any:
     """Loads this rank's part of a whole ``state_dict``; returns and raises as plain PyTorch."""
-    known = state.model.state_dict()
+    known = state.entries()
     away = {name for name, value in known.items() if isinstance(value, Tensor) and value.is_meta}
     given = {name: value.to("meta") if name in away else value for name, value in entries.items()}
     return state.model.load_state_dict(given, strict=is_strict)

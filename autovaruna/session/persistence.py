@@ -135,7 +135,8 @@ class Persistence:
         """Returns the whole model's state, on every rank. Collective once the model is split."""
         model, run = self._model, self._run
         if model.engine is None or kwargs.get("keep_vars"):
-            return dict(model.module.state_dict(*args, **kwargs))
+            plain: Any = getattr(model.module.state_dict, "plain", model.module.state_dict)
+            return dict(plain(*args, **kwargs))
         model.borrowed.write_back()
         self._warn_of_memory()
         what, destination = f"state_dict{run.of_model}", kwargs.get("destination")

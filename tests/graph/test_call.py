@@ -272,3 +272,12 @@ def test_a_trace_under_a_debugger_is_the_same() -> None:
         sys.settrace(before)
     assert "line" in lines
     assert list(watched.nodes) == list(plain.nodes) and watched.graph == plain.graph
+
+
+def test_a_graph_serves_its_own_method_or_module_alone() -> None:
+    """Once, where lengths were free, a call of a method took the graph of another one with like arguments."""
+    model = nn.Sequential(OrderedDict(first=nn.Linear(12, 12), last=nn.Linear(12, 12)))
+    reader = CallReader(model)
+    calls = [reader.read((WIDE,), {}, "", method)[1] for method in ("forward", "first", "last", "last.forward")]
+    assert len({call.kind for call in calls}) == len({call.key for call in calls}) == 4
+    assert [call.of(model) for call in calls[:3]] == [model, model.first, model.last]

@@ -47,6 +47,13 @@ def test_libraries_see_the_ranks_of_mpirun() -> None:
     assert len({rank["variables"]["MASTER_PORT"] for rank in found}) == 1
 
 
+def test_an_evaluation_on_the_main_process_alone_ends() -> None:
+    """Once, it waited for ever: the other ranks were in a barrier of torch's, which nobody could see."""
+    for text in run_on_forks(2, f"{TARGET}:evaluate_on_first"):
+        assert 'rank 0 is in "reading the model\'s inputs"' in text
+        assert "rank 1 is in 'torch.distributed.barrier()'" in text
+
+
 def test_what_cannot_be_joined_is_refused() -> None:
     other, unknown, lonely = run_on_forks(2, f"{TARGET}:refusals")[1]
     assert "rank 0 of 1; expected rank 1 of 2" in other and "got backend 'mpi'" in unknown

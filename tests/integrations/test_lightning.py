@@ -14,7 +14,7 @@ from tests.mpi.launch import run_on_forks
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore"), needs_lightning]
-TARGET = "tests.integrations.with_lightning"
+TARGET, STEPS = "tests.integrations.with_lightning", "tests.integrations.lightning_steps"
 
 
 def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None:
@@ -33,3 +33,23 @@ def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None
     resumed = run_on_forks(3, f"{TARGET}:train_on_ranks", str(tmp_path), 3, True)[0]
     for row, plain in zip(resumed, expected, strict=True):
         assert row["losses"] == pytest.approx(plain["losses"][-len(row["losses"]) :], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_steps_of_any_shape_train_and_log_as_plain(num_stages: int, tmp_path: Path) -> None:
+    """Once, a step that called two children, or used a parameter of the module itself, was refused."""
+    (expected,) = run_on_forks(1, f"{STEPS}:train_all", str(tmp_path / "plain"), None)
+    found = run_on_forks(2, f"{STEPS}:train_all", str(tmp_path / "ranks"), {"num_stages": num_stages})
+    for kind, plain in expected.items():
+        row = found[0][kind]
+        assert row["logged"] == pytest.approx(plain["logged"], rel=1e-5), kind
+        assert all(same_weights(row[each], plain[each]) for each in ("weights", "saved")), kind
+        assert found[1][kind]["logged"] == pytest.approx(row["logged"]), kind
+        assert sum(row["traces"].values()) <= 6, kind  # and not one for each batch_idx
+
+
+def test_what_lightning_cannot_have_is_said_in_its_words() -> None:
+    used, alone = run_on_forks(2, f"{STEPS}:refusals")[0]
+    assert "training_step of Both computes with scale itself" in used and "batch_idx" in used
+    assert "rank 0 is in 'state_dict" in alone and "torch.distributed.barrier()" in alone
+    assert "call trainer.save_checkpoint(path) on every rank" in alone

@@ -102,6 +102,24 @@ def group_on_ranks() -> dict[str, Any]:
     }
 
 
+def evaluate_on_first() -> str:
+    """Returns the error of an evaluation on the main process alone, of a model that is split."""
+    accelerator = accelerator_of(2)
+    model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    samples = TensorDataset(torch.randn(8, 5), torch.randint(3, (8,)))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(nn.functional.cross_entropy(model(samples.tensors[0]), samples.tensors[1]))
+    optimizer.step()
+    try:
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model(samples.tensors[0])
+        accelerator.wait_for_everyone()
+    except autovaruna.RankError as error:
+        return str(error)
+    return ""
+
+
 def refusals() -> list[str]:
     """Returns the errors of an optimizer without its model, and of a group of other ranks."""
     from autovaruna.integrations.accelerate import Accelerator

@@ -111,6 +111,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
+    assert not any(each.is_meta for each in trainer.model.state_dict().values())  # which is the whole model's
     kept = ("step", "loss", "grad_norm", "eval_loss", "eval_right", "eval_samples")
     history = trainer.state.log_history
     if num_ranks:

@@ -1,0 +1,195 @@
+"""Trains LightningModules whose steps are of several shapes, plain on one process or over the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.integrations import SETTINGS
+from tests.integrations.with_lightning import loader
+
+
+class Steps(pl.LightningModule):
+    """Calls both children in a step, as Lightning's own first example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.decoder = nn.Sequential(nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 3))
+
+    def forward(self, x: Any) -> Any:
+        return self.decoder(self.encoder(x))
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        x, y = batch
+        loss = cross_entropy(self.decoder(self.encoder(x)), y)
+        self.log("loss", loss, batch_size=x.size(0))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class OwnParameter(Steps):
+    """Has a parameter of its own, a helper that uses weights, a dictionary for a loss, and a scheduler's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def _loss(self, x: Any, y: Any) -> Any:
+        return cross_entropy(self(x) * self.scale, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self._loss(*batch), "mean": batch[0].mean()}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log_dict({"loss": outputs["loss"], "mean": outputs["mean"]}, sync_dist=True)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("checked", self._loss(*batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "epoch"}}
+
+
+class Metrics(Steps):
+    """Logs metrics of torchmetrics, and goes by the epoch of the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.means = MulticlassAccuracy(3, average="micro"), nn.ModuleList([MeanMetric()])
+        self.checked = MetricCollection({"checked": MulticlassAccuracy(3, average="micro")})
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        loss = cross_entropy(logits, y) * (1 + self.current_epoch)
+        self.log_dict({"loss": loss, "of_batch": (logits.argmax(-1) == y).float().mean(), "one": 1.0})
+        self.means[0].update(loss)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> Any:
+        self.checked.update(self(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.checked.compute())
+        self.checked.reset()
+
+
+class Numbers(Steps):
+    """Has steps that go by numbers, and so are not traced."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss.item() if batch_idx % 2 else loss, sync_dist=True)
+        return loss
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        if kwargs.get("sync_dist"):
+            super().log(name, value, **kwargs)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("of_ones", self(torch.ones(2, 5)).mean(), sync_dist=True)
+
+
+class TwoOptimizers(Steps):
+    """Goes backward itself, one child after the other, and looks at outputs at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        x, y = batch
+        for optimizer, loss_of in zip(self.optimizers(), (self._size, self._loss), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of(x, y)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, sync_dist=True)
+
+    def _size(self, x: Any, _: Any) -> Any:
+        return self(x).square().mean()
+
+    def _loss(self, x: Any, y: Any) -> Any:
+        return cross_entropy(self.decoder(self.encoder(x).detach()), y)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("of_ones", self(torch.ones(2, 5)).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.encoder, self.decoder)]
+
+
+KINDS: dict[str, tuple[type[Steps], Any]] = {
+    "usual": (Steps, None),
+    "own parameter, average": (OwnParameter, lambda: EMAWeightAveraging(decay=0.5)),
+    "metrics, average": (Metrics, lambda: StochasticWeightAveraging(1e-2, 1)),
+    "numbers": (Numbers, None),
+    "two optimizers": (TwoOptimizers, None),
+}
+
+
+def train(kind: str, folder: Path, settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns what is logged in the end, the weights, those of the checkpoint, and how often the module was traced."""
+    strategy: Any = "auto"
+    if settings is not None:
+        from autovaruna.integrations.lightning import AutoVarunaStrategy
+
+        strategy = AutoVarunaStrategy(**SETTINGS | settings)
+    make, average = KINDS[kind]
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, max_epochs=2, logger=False, callbacks=average and average(),
+        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    model, samples = make(), loader(trainer.global_rank, trainer.world_size)
+    trainer.fit(model, samples, samples)
+    saved: Any = trainer.checkpoint_callback
+    return {
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "weights": model.state_dict(),
+        "saved": torch.load(saved.best_model_path, weights_only=False)["state_dict"],
+        "traces": {name: each.num_traces for name, each in vars(model).get("_autovaruna_wrappers", {}).items()},
+    }
+
+
+def train_all(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
+    return {kind: train(kind, Path(folder, kind), settings) for kind in KINDS}
+
+
+def refusals() -> list[str]:
+    """Returns the errors of a step that is not traced and uses a weight itself, and of a state on one rank alone."""
+    from autovaruna.integrations.lightning import AutoVarunaStrategy
+
+    class Both(OwnParameter):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"] * (1 + batch_idx % 2)
+
+    texts = []
+    for model in (Both(), Steps()):
+        options: Any = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        trainer = pl.Trainer(accelerator="cpu", strategy=AutoVarunaStrategy(**SETTINGS), **options)
+        try:
+            trainer.fit(model, loader(trainer.global_rank, 2))
+            if trainer.is_global_zero:
+                model.state_dict()
+            trainer.strategy.barrier()
+        except Exception as error:
+            texts.append(str(error))
+    return texts
