@@ -43,6 +43,7 @@ class Job:
     ways: tuple[str, ...] = tuple(WAYS)
     rounds: int = 0  # none: what a rank holds is told, not seconds
     memory: float = 0.0  # MiB of a rank, for ours; 0: what there is
+    stages: int = 0  # of ours; 0: the planner's
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ class Way:
         from autovaruna import AutoVaruna
 
         quiet = {"load_deployment": False, "save_deployment": False, "progress": False, "profile_cache": False}
-        given = {"memory_limit_bytes": f"{job.memory:.0f}MiB"} if job.memory else {}
+        given = {"memory_limit_bytes": f"{job.memory:.0f}MiB"} if job.memory else {"num_stages": job.stages}
         optimizer = self._optimizer(self.model)
         model = AutoVaruna(self.model, optimizer, **quiet, **given)
         train = self._train(model, optimizer, lambda: model.clip_grad_norm_(1.0))
@@ -154,7 +155,9 @@ class Way:
         def step() -> float:
             losses: list[torch.Tensor] = []
             is_last = self.rank == self.size - 1
-            order.step(*self.batch[: self.rank == 0], **({"target": self.batch[1], "losses": losses} if is_last else {}))
+            order.step(
+                *self.batch[: self.rank == 0], **({"target": self.batch[1], "losses": losses} if is_last else {})
+            )
             own = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
             norm = torch.tensor(COMM.allreduce(float(own) ** 2) ** 0.5)  # of all stages
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
@@ -284,10 +287,10 @@ def on_hosts(hosts: Any, job: Job) -> dict[str, Any]:
 
 
 def read(out: str, err: str) -> dict[str, Any]:
-    """Returns what a job has printed; ends with its words if it has failed."""
+    """Returns what a job has printed; RuntimeError with its words if it has failed."""
     lines = [line for line in out.splitlines() if line.startswith(MARK)]
     if not lines:
-        sys.exit(f"a job has failed:\n{out}\n{err}")
+        raise RuntimeError(f"a job has failed:\n{out}\n{err}")
     found: dict[str, Any] = json.loads(lines[0].removeprefix(MARK))
     return found
 
@@ -307,13 +310,11 @@ def rows(place: str, job: Job, found: dict[str, Any]) -> Iterator[str]:
 def memory_rows(width: int, depths: tuple[int, int], limit: float) -> Iterator[str]:
     """Yields a line for each way: what a rank holds of two depths, and the deepest model that fits."""
     for name, words in WAYS.items():
-        first, second = (on_machine(Job(width, depth, (name,)))["peak"] for depth in depths)
-        if name == "ours":  # a plan that needs not save memory does not: asked for, it does
-            first, second = (on_machine(Job(width, depth, (name,), memory=0.8 * first))["peak"] for depth in depths)
+        # A plan that needs not save memory does not; of the deepest model it has to, and finds out how.
+        first, second = (on_machine(Job(width, depth, (name,), stages=2))["peak"] for depth in depths)
         each = (second - first) / (depths[1] - depths[0])
         deepest = int(depths[0] + (limit - first) / each)
-        given = limit if name == "ours" else 0.0
-        reached = on_machine(Job(width, deepest, (name,), memory=given))
+        reached = on_machine(Job(width, deepest, (name,), memory=limit if name == "ours" else 0.0))
         yield (
             f"{words:<28} {depths[0]} and {depths[1]} layers of {width}: {first:6.0f} and {second:6.0f} MiB a rank; in "
             f"{limit:.0f} MiB: {deepest} layers ({12e-6 * width**2 * deepest:.0f} M), measured {reached['peak']:.0f} MiB"
