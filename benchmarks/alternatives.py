@@ -167,7 +167,7 @@ class Way:
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.loss = float(torch.stack(losses).mean()) if losses else 0.0
+            self.loss = float(torch.stack(losses).mean().detach()) if losses else 0.0
             return self.loss
 
         return step
@@ -191,6 +191,7 @@ def be_rank(job: Job) -> None:
     """Runs a job on a rank; rank 0 prints what was found as a line of JSON."""
     global Part
     import torch
+    from gpt import GPT
     from peers import COMM, MPI, close_gloo, open_gloo, slowest
 
     Part = part_class()
@@ -205,9 +206,10 @@ def be_rank(job: Job) -> None:
             way.step()
         losses.append([way.global_loss() for way in ways])
         assert max(losses[-1]) - min(losses[-1]) <= TOLERANCE * losses[-1][0], f"losses of {job.ways} differ: {losses}"
-    num_parameters = sum(each.numel() for each in ways[0].model.parameters())
+    with torch.device("meta"):
+        whole = GPT(job.width, job.layers, job.width // 64, NUM_TOKENS)
     found: dict[str, Any] = {"losses": losses, "plans": {way.name: way.plan for way in ways}}
-    found["parameters"] = COMM.bcast(num_parameters)
+    found["parameters"] = sum(each.numel() for each in whole.parameters())
     peak = (resident()[1] - before) / MIB
     found["peak"] = COMM.allreduce(peak, MPI.MAX)
     if job.rounds:
