@@ -1,11 +1,11 @@
 """Compares AutoVaruna with what people would take instead: DDP, FSDP2 and torch.distributed.pipelining.
 
 A GPT, AdamW with clipping, one global batch; ours by its own plan, FSDP2 with `fully_shard` of each layer, the pipeline
-cut in the middle under 1F1B with the better of two numbers of micro-batches. Two ranks of one thread: on one machine, and
-on two emulated hosts (`tests/hosts`, as root) whose links are slow. The ways run in turn in one job, after their losses
-have agreed: seconds of a step, and bytes that a host sends. Then what a rank holds, of each way in a job by itself: its
-peak above what it held before the model; and the deepest model, by the line through two depths, that fits into
-`--memory`, with the peak of that model.
+cut in the middle under 1F1B with the better of two numbers of micro-batches. Two ranks of one thread: on one machine,
+and on two emulated hosts (`tests/hosts`, as root) whose links are slow. The ways run in turn in one job, after their
+losses have agreed: seconds of a step, and bytes that a host sends. Then what a rank holds, of each way in a job by
+itself: its peak above what it held before the model; and the deepest model, by the line through two depths, that fits
+into `--memory`, with the peak of that model.
 
 python benchmarks/alternatives.py [--quick] [--memory 512] [--only machine hosts memory]
 """
@@ -43,6 +43,7 @@ class Job:
     ways: tuple[str, ...] = tuple(WAYS)
     rounds: int = 0  # none: what a rank holds is told, not seconds
     memory: float = 0.0  # MiB of a rank, for ours; 0: what there is
+    stages: int = 0  # of ours; 0: the planner's
 
     @property
     def name(self) -> str:
@@ -92,7 +93,11 @@ class Way:
         from autovaruna import AutoVaruna
 
         quiet = {"load_deployment": False, "save_deployment": False, "progress": False, "profile_cache": False}
-        given = {"memory_limit_bytes": f"{job.memory:.0f}MiB"} if job.memory else {}
+        given = (
+            {"memory_limit_bytes": f"{job.memory:.0f}MiB", "memory_margin": 0.0}
+            if job.memory
+            else {"num_stages": job.stages}
+        )
         optimizer = self._optimizer(self.model)
         model = AutoVaruna(self.model, optimizer, **quiet, **given)
         train = self._train(model, optimizer, lambda: model.clip_grad_norm_(1.0))
@@ -154,13 +159,15 @@ class Way:
         def step() -> float:
             losses: list[torch.Tensor] = []
             is_last = self.rank == self.size - 1
-            order.step(*self.batch[: self.rank == 0], **({"target": self.batch[1], "losses": losses} if is_last else {}))
+            order.step(
+                *self.batch[: self.rank == 0], **({"target": self.batch[1], "losses": losses} if is_last else {})
+            )
             own = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
             norm = torch.tensor(COMM.allreduce(float(own) ** 2) ** 0.5)  # of all stages
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.loss = float(torch.stack(losses).mean()) if losses else 0.0
+            self.loss = float(torch.stack(losses).mean().detach()) if losses else 0.0
             return self.loss
 
         return step
@@ -184,6 +191,7 @@ def be_rank(job: Job) -> None:
     """Runs a job on a rank; rank 0 prints what was found as a line of JSON."""
     global Part
     import torch
+    from gpt import GPT
     from peers import COMM, MPI, close_gloo, open_gloo, slowest
 
     Part = part_class()
@@ -198,9 +206,10 @@ def be_rank(job: Job) -> None:
             way.step()
         losses.append([way.global_loss() for way in ways])
         assert max(losses[-1]) - min(losses[-1]) <= TOLERANCE * losses[-1][0], f"losses of {job.ways} differ: {losses}"
-    num_parameters = sum(each.numel() for each in ways[0].model.parameters())
+    with torch.device("meta"):
+        whole = GPT(job.width, job.layers, job.width // 64, NUM_TOKENS)
     found: dict[str, Any] = {"losses": losses, "plans": {way.name: way.plan for way in ways}}
-    found["parameters"] = COMM.bcast(num_parameters)
+    found["parameters"] = sum(each.numel() for each in whole.parameters())
     peak = (resident()[1] - before) / MIB
     found["peak"] = COMM.allreduce(peak, MPI.MAX)
     if job.rounds:
@@ -284,10 +293,10 @@ def on_hosts(hosts: Any, job: Job) -> dict[str, Any]:
 
 
 def read(out: str, err: str) -> dict[str, Any]:
-    """Returns what a job has printed; ends with its words if it has failed."""
+    """Returns what a job has printed; RuntimeError with its words if it has failed."""
     lines = [line for line in out.splitlines() if line.startswith(MARK)]
     if not lines:
-        sys.exit(f"a job has failed:\n{out}\n{err}")
+        raise RuntimeError(f"a job has failed:\n{out}\n{err}")
     found: dict[str, Any] = json.loads(lines[0].removeprefix(MARK))
     return found
 
@@ -307,17 +316,25 @@ def rows(place: str, job: Job, found: dict[str, Any]) -> Iterator[str]:
 def memory_rows(width: int, depths: tuple[int, int], limit: float) -> Iterator[str]:
     """Yields a line for each way: what a rank holds of two depths, and the deepest model that fits."""
     for name, words in WAYS.items():
-        first, second = (on_machine(Job(width, depth, (name,)))["peak"] for depth in depths)
-        if name == "ours":  # a plan that needs not save memory does not: asked for, it does
-            first, second = (on_machine(Job(width, depth, (name,), memory=0.8 * first))["peak"] for depth in depths)
+        # A plan that needs not save memory does not; of the deepest model it has to, and finds out how.
+        first, second = (on_machine(Job(width, depth, (name,), stages=2))["peak"] for depth in depths)
         each = (second - first) / (depths[1] - depths[0])
-        deepest = int(depths[0] + (limit - first) / each)
-        given = limit if name == "ours" else 0.0
-        reached = on_machine(Job(width, deepest, (name,), memory=given))
+        deepest, peak = deepest_job(width, int(depths[0] + (limit - first) / each), name, limit)
         yield (
             f"{words:<28} {depths[0]} and {depths[1]} layers of {width}: {first:6.0f} and {second:6.0f} MiB a rank; in "
-            f"{limit:.0f} MiB: {deepest} layers ({12e-6 * width**2 * deepest:.0f} M), measured {reached['peak']:.0f} MiB"
+            f"{limit:.0f} MiB: {deepest} layers ({12e-6 * width**2 * deepest:.0f} M), measured {peak:.0f}"
         )
+
+
+def deepest_job(width: int, layers: int, name: str, limit: float) -> tuple[int, float]:
+    """Returns the deepest model of so many layers or a few less that ours has a plan for, and its peak in MiB."""
+    while True:
+        try:
+            return layers, on_machine(Job(width, layers, (name,), memory=limit if name == "ours" else 0.0))["peak"]
+        except RuntimeError as error:
+            if "no plan fits" not in str(error) or layers < 2:
+                raise
+            layers -= max(1, layers // 20)
 
 
 def main() -> None:

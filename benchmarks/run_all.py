@@ -23,6 +23,7 @@ SCRIPTS = {
     "pipelining": "Against torch.distributed.pipelining",
     "whole": "AutoVaruna's own plan against the best by hand",
     "data_parallel": "Against DistributedDataParallel",
+    "alternatives": "Beside DDP, FSDP2 and torch.distributed.pipelining",
     "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
     "crowded": "Ranks that share cores",

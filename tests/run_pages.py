@@ -28,9 +28,10 @@ ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(?P<info>[^\n`]+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 BARE = {"README.md", "docs/index.md", "docs/migration.md", "docs/morphing.md"}
-BARE |= {f"docs/how-to/{name}.md" for name in ("slurm", "morphing", "start-and-end")}
+BARE |= {f"docs/how-to/{name}.md" for name in ("slurm", "morphing", "start-and-end", "notebooks", "coming-from")}
 """Pages whose `model` is not wrapped yet when they begin."""
-LIBRARIES, NAMES = "docs/integrations.md", "docs/migration.md"
+LIBRARIES = "docs/integrations.md"
+ALONE = {LIBRARIES, "docs/migration.md", "docs/how-to/coming-from.md"}
 """Pages each of whose blocks stands for itself; of the first, each has a model and data as a library takes them."""
 
 
@@ -102,7 +103,7 @@ def run(page: str) -> str:
         given = names(page)
         for info, text, line in blocks(page):
             if info == "python" or info.startswith("python title="):
-                given |= names(page) if page in (LIBRARIES, NAMES) else {}
+                given |= names(page) if page in ALONE else {}
                 exec(compile("\n" * line + text, page, "exec"), given)
     except BaseException:
         return traceback.format_exc()

@@ -100,6 +100,7 @@ class PartsTrial:
         first: int = 1,
     ) -> None:
         self.untried = ""  # why it could not be tried out
+        self._fails = False  # on the samples themselves and all of them: the step will say so
         self._first_size = first
         self.traced, self.model, self.device = traced, model, device
         self._tensors, self._weigh, self._values = tensors, weigh, values
@@ -130,7 +131,7 @@ class PartsTrial:
                 with suppress(Exception):  # it may not take them
                     found = found or (self._compare(uneven) if self.traced.joins_counts else None)
                 return found
-            except Exception as error:  # the step will say so, if it is one of the model
+            except Exception as error:
                 self.untried = f"{type(error).__name__}: {first_line(error)}"
         return None
 
@@ -138,7 +139,7 @@ class PartsTrial:
         """Says that nobody knows whether parts give the same, loud where counts may go into what is given for each."""
         text = "the trace was not compared with itself on parts of the batch: it could not be tried out (%s)"
         if not self.traced.joins_counts:
-            return logger.info(text, self.untried)
+            return logger.log(logging.DEBUG if self._fails else logging.INFO, text, self.untried)
         lines, name = _lines(self.traced), type(self.model).__qualname__
         text += "; %s counts over the samples of a batch at %s, and micro-batches count over their own"
         return logger.warning(text, self.untried, name, lines)
@@ -146,7 +147,9 @@ class PartsTrial:
     def _compare(self, tensors: Sequence[Tensor]) -> AutoVarunaError | None:
         self.known.clear()
         every, allowed = _Part(range(self.num_samples)), tolerance(self.traced)
+        self._fails = tensors is self._tensors
         whole = self._run(tensors, every)
+        self._fails = False
         if tensors is not self._tensors and not all(
             each.isfinite().all() for each in (*whole.rows.values(), *whole.sums.values())
         ):

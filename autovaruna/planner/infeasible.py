@@ -73,12 +73,20 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
     blocks, ends = problem.graph.blocks, tables.positions[[*split.starts[1:], tables.num_segments]]
     names = [(blocks[tables.positions[split.starts[s]]].name, blocks[ends[s] - 1].name) for s in stages]
     places = (f"stage {s} ({first} to {last})" for s, (first, last) in zip(stages, names, strict=True))
+    num_stages = f"{len(split.ranks)} stage{'s' * (len(split.ranks) > 1)}"
     return PlanError(
-        f"no plan fits into memory: the best split into {len(split.ranks)} stages of {max(counts)} micro-batches needs "
-        f"{readable(split.needed[rank])} for {' and '.join(places)}, rank {rank} has {readable(limits[rank])}: "
+        f"no plan fits into memory: the best split into {num_stages} and {max(counts)} micro-batches needs "
+        f"{readable(split.needed[rank])} for {' and '.join(places)}, rank {rank} has {_memory_of(problem, rank)}: "
         f"{readable(split.missing_bytes(limits))} are missing. {_largest_block(by_block)}. "
         f"To make it fit: {'; or '.join(_advice(by_block, split, rank, len(stages)))}"
     )
+
+
+def _memory_of(problem: Problem, rank: int) -> str:
+    """Returns what a rank has, with what of it the process takes that runs the model."""
+    limit, process = problem.cluster.memory_bytes[rank], problem.cluster.process_bytes
+    parts = f" ({readable(limit - process)} for the model, {readable(process)} for its process)" if process else ""
+    return readable(limit) + parts
 
 
 def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
@@ -132,14 +140,15 @@ def _bytes_of_segments(sized: SizedProblem) -> Array:
 
 
 def _largest_block(sized: SizedProblem) -> str:
-    each, positions = _bytes_of_segments(sized), sized.tables.positions
+    process = sized.model.process_bytes  # which are no block's
+    each, positions = _bytes_of_segments(sized) - process, sized.tables.positions
     largest = int(each.argmax())
     is_one = positions[largest + 1] - positions[largest] == 1
     return (
         f"The largest {'block is' if is_one else 'part that is never cut starts at'} "
         f"{sized.problem.graph.blocks[positions[largest]].name}: {readable(float(each[largest]))}, of which "
-        f"{readable(sized.model.fixed(sized.held_by(largest, largest + 1)))} are parameters, gradients and optimizer "
-        "state"
+        f"{readable(sized.model.fixed(sized.held_by(largest, largest + 1)) - process)} are parameters, gradients and "
+        "optimizer state"
     )
 
 
@@ -173,7 +182,8 @@ def _memory_to_give(problem: Problem, needed_bytes: float) -> str:
     less = [rank for rank, limit in enumerate(limits) if limit < needed_bytes]
     whom = "each rank" if len(set(limits)) == 1 else f"rank{'s' * (len(less) > 1)} {ranks_text(less)}"
     left = f", of which {margin:.0%} are left free: memory_margin" if margin else ""
-    amount = readable(needed_bytes / (1.0 - margin) * 1.006)  # no less than that once it is rounded to three digits
+    model_bytes = needed_bytes - problem.cluster.process_bytes  # which comes on top of a limit
+    amount = readable(model_bytes / (1.0 - margin) * 1.006)  # no less than that once it is rounded to three digits
     return f"give {whom} {amount} or more (memory_limit_bytes{left})"
 
 

@@ -184,6 +184,14 @@ def mask(self: Any, hidden: Tensor) -> Tensor:
     return self.mask * hidden.reshape(int(hidden.shape[0]), WIDTH)
 
 
+def test_an_error_of_the_model_is_all_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The trace cannot be compared with a model that fails, which is no news beside the error."""
+    net = Written(lambda self, x: self.words(x).square().mean(), words=nn.Embedding(4, WIDTH))
+    with caplog.at_level(logging.INFO, "autovaruna"), pytest.raises(IndexError):
+        AutoVaruna(net, **ONE)(torch.tensor([[1, 2], [3, 4]]))
+    assert "not compared" not in caplog.text
+
+
 def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autovaruna"):
         norm = nn.Sequential(nn.BatchNorm1d(WIDTH), Written(mask, mask=torch.ones(WIDTH)))
