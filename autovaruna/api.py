@@ -30,7 +30,7 @@ from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import is_constant
-from autovaruna.graph.methods import OwnMethods, is_own_method, own_calls
+from autovaruna.graph.methods import OwnMethods, is_own_method
 from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import watch_registrations
@@ -41,6 +41,7 @@ from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
+from autovaruna.session.generation import calls_together
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.model import WrappedModel, WrappedOptimizer, parallel_kinds, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
@@ -241,7 +242,7 @@ class AutoVaruna(nn.Module):
         may_follow = self._counts and tensors_in((args, kwargs))
         device, is_split = self._wrapped.device, self._wrapped.is_split
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
-            with own_calls(self.module, self._call_itself):
+            with calls_together(self.module, self, lambda: self._counts or self._is_evaluated, self._training_run):
                 return plain(*args, **kwargs)
         return self._session.call(args, kwargs, name)
 
@@ -250,8 +251,10 @@ class AutoVaruna(nn.Module):
         """Whether the other ranks are needed for what uses the weights now."""
         return torch.is_grad_enabled() or self._wrapped.is_split
 
-    def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
-        return (self if self._counts else self.module)(*args, **kwargs)
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the model is here without an optimizer, or its weights are not here yet: what it does needs the split."""
+        return self._wrapped_optimizer.raw is None or any(each.is_meta for each in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,0 +1,81 @@
+"""Has the ranks go through a method's calls of the model together: through the loop of transformers' ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna._torch import replaced
+from autovaruna.errors import RankError
+from autovaruna.graph.methods import own_calls
+from autovaruna.session.agreement import input_groups
+from autovaruna.session.run import Run
+
+_HAS_UNFINISHED = "_has_unfinished_sequences"
+
+
+@contextmanager
+def calls_together(
+    model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run
+) -> Iterator[None]:
+    """Has `call` run on all ranks where a method of the model calls the model, if that `counts`; else the model alone.
+
+    A rank whose samples have all ended goes on until those of the others have: it fills its rows, as in one batch.
+    """
+    loop = _Loop(model, call, counts, run)
+    is_loop = hasattr(model, _HAS_UNFINISHED)
+    with own_calls(model, loop.call), replaced(model, _HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext():
+        yield
+
+
+class _Loop:
+    """The calls that one call of a method makes."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run) -> None:
+        self._model, self._call, self._counts, self._world = model, call, counts, run.world
+        self._groups = input_groups(run.settings, run.world.num_ranks)
+        self._has_masks: bool | None = None  # None: no call of it has counted yet
+        self._digest = 0
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model, with a mask if another rank has one: transformers drops those that mask nothing."""
+        if not self._counts():
+            return self._model(*args, **kwargs)
+        if torch.is_grad_enabled() or not hasattr(self._model, _HAS_UNFINISHED):
+            return self._call(*args, **kwargs)
+        if self._has_masks is None:
+            is_masked = "attention_mask" in kwargs
+            self._has_masks = self._world.is_on_any(is_masked, "agreeing on masks of prompts")
+        tokens: Tensor | None = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if name in kwargs), None)
+        if tokens is not None:
+            is_shared = tokens.dim() == 2 and any(len(ranks) > 1 for ranks in self._groups)
+            self._digest = crc32(tokens.cpu().contiguous().numpy().tobytes()) if is_shared else 0
+            if self._has_masks and "attention_mask" not in kwargs:
+                cache = kwargs.get("past_key_values")
+                length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+                kwargs["attention_mask"] = tokens.new_ones(len(tokens), length).long()
+        return self._call(*args, **kwargs)
+
+    def has_unfinished(self, this_peer_finished: bool, *_: Any, **__: Any) -> bool:
+        """Whether a rank still has samples that have not ended.
+
+        Raises:
+            RankError: ranks that pass the same samples have drawn other tokens; the same on every rank.
+        """
+        if self._has_masks is None:
+            return not this_peer_finished
+        own = (float(not this_peer_finished), float(self._digest))
+        found = self._world.gather_numbers(own, "agreeing on sequences that have not ended")
+        for ranks in self._groups:
+            if len({found[rank][1] for rank in ranks}) > 1:
+                raise RankError(
+                    f"Ranks {list(ranks)}, which pass the same samples, go on with other tokens. Expected the same "
+                    "prompts on each of them, and the same draws: call torch.manual_seed(...) with one number on all "
+                    "ranks before generate(do_sample=True)."
+                )
+        return any(each[0] for each in found)
