@@ -41,7 +41,7 @@ from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
-from autovaruna.session.generation import calls_together
+from autovaruna.session.generation import calls_together, has_encoder
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.model import WrappedModel, WrappedOptimizer, parallel_kinds, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
@@ -242,8 +242,9 @@ class AutoVaruna(nn.Module):
         may_follow = self._counts and tensors_in((args, kwargs))
         device, is_split = self._wrapped.device, self._wrapped.is_split
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
-            with calls_together(self.module, self, lambda: self._counts or self._is_evaluated, self._training_run):
-                return plain(*args, **kwargs)
+            counts = partial(getattr, self, "_counts_in_methods")
+            with calls_together(self.module, self, counts, self._training_run) as loop:
+                return plain(*args, **loop.options(name, kwargs, self.plan))
         return self._session.call(args, kwargs, name)
 
     @property
@@ -252,9 +253,10 @@ class AutoVaruna(nn.Module):
         return torch.is_grad_enabled() or self._wrapped.is_split
 
     @property
-    def _is_evaluated(self) -> bool:
-        """Whether the model is here without an optimizer, or its weights are not here yet: what it does needs the split."""
-        return self._wrapped_optimizer.raw is None or any(each.is_meta for each in self.module.parameters())
+    def _counts_in_methods(self) -> bool:
+        """Whether calls in methods count: without an optimizer, or with weights not here yet, evaluation is split."""
+        is_evaluated = self._wrapped_optimizer.raw is None or any(each.is_meta for each in self.module.parameters())
+        return self._counts or (is_evaluated and not has_encoder(self.module))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -11,13 +11,14 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 import transformers
@@ -27,7 +28,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from autovaruna._torch import replaced
+from autovaruna._torch import OWN_CALL, replaced
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
@@ -81,6 +82,19 @@ class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
 @dataclass
 class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArguments):
     """Those of transformers, with `autovaruna`: a dictionary of settings. See transformers.Seq2SeqTrainingArguments."""
+
+
+def _generate_by(wrapper: ReferenceType[AutoVaruna]) -> Callable[..., Any]:
+    """Returns a method of the model that generates through the wrapper, once stages have parts of the model."""
+
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        own = wrapper()
+        is_own = own is not None and own.module is model and own.plan is not None and own.plan.num_stages > 1
+        if own is None or not is_own or getattr(model, OWN_CALL) is not None:  # in a call of the wrapper's already
+            return type(model).generate(model, *args, **kwargs)
+        return own.generate(*args, **kwargs)
+
+    return generate
 
 
 class MetricsCallback(transformers.TrainerCallback):
@@ -152,6 +166,8 @@ class AutoVarunaMixin(_Other):
                 self.model.config.architectures = [type(self.model).__name__]
             wrapper = AutoVaruna(self.model, optimizer, scaler=self.accelerator.scaler, **settings)
             self.model_wrapped = wrapper
+            if hasattr(self.model, "generate") and self.args.world_size > 1:
+                self.model.generate = MethodType(_generate_by(ref(wrapper)), self.model)
         return wrapper
 
     @property
@@ -285,7 +301,7 @@ class AutoVarunaMixin(_Other):
             self._whole = None
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Predicts a batch; with `predict_with_generate` each rank generates for its own samples, by a whole model."""
+        """Predicts a batch; with `predict_with_generate` each rank gets what is generated for its own samples."""
         if not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(model, inputs, *args, **kwargs)
         with replaced(self, "model", self._whole_model()):
@@ -299,7 +315,7 @@ class AutoVarunaMixin(_Other):
         return _filled(model(**slice_tensors(inputs, slice(num_own))), size, num_own)
 
     def _whole_model(self) -> Any:
-        """Returns a model with all weights on this rank: the own one while it is not split into stages. Collective.
+        """Returns the model that generates: a whole one on this rank if ours is split and has an encoder. Collective.
 
         Raises:
             ConfigError: the model has been split, and no whole one can be made of its configuration.
@@ -307,6 +323,8 @@ class AutoVarunaMixin(_Other):
         wrapper = self._wrapper
         if wrapper is None or wrapper.plan is None or wrapper.plan.num_stages == 1:
             return self.model
+        if isinstance(self.model, transformers.PreTrainedModel) and not self.model.config.is_encoder_decoder:
+            return self.model  # which generates on all ranks
         if not isinstance(self.model, transformers.PreTrainedModel):
             raise ConfigError(
                 f"predict_with_generate needs all weights on each rank: got {type(self.model).__name__}, which is "

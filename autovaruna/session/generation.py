@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,36 +12,75 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import replaced
-from autovaruna.errors import RankError
+from autovaruna.errors import InputError, RankError
 from autovaruna.graph.methods import own_calls
+from autovaruna.log import warn_once
+from autovaruna.planner.records import Plan
 from autovaruna.session.agreement import input_groups
 from autovaruna.session.run import Run
 
+logger = logging.getLogger(__name__)
+_FULL = "full_attention"
 _HAS_UNFINISHED = "_has_unfinished_sequences"
 
 
+def has_encoder(model: nn.Module) -> bool:
+    """Whether a model of transformers has an encoder, which ``generate`` calls by itself."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 @contextmanager
-def calls_together(
-    model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run
-) -> Iterator[None]:
+def calls_together(model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run) -> Iterator[_Loop]:
     """Has `call` run on all ranks where a method of the model calls the model, if that `counts`; else the model alone.
 
     A rank whose samples have all ended goes on until those of the others have: it fills its rows, as in one batch.
     """
     loop = _Loop(model, call, counts, run)
     is_loop = hasattr(model, _HAS_UNFINISHED)
-    with own_calls(model, loop.call), replaced(model, _HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext():
-        yield
+    with (
+        own_calls(model, loop.call),
+        replaced(model, _HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext(),
+    ):
+        yield loop
 
 
 class _Loop:
     """The calls that one call of a method makes."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run) -> None:
-        self._model, self._call, self._counts, self._world = model, call, counts, run.world
+        self._model: Any = model
+        self._call, self._counts, self._world = call, counts, run.world
         self._groups = input_groups(run.settings, run.world.num_ranks)
         self._has_masks: bool | None = None  # None: no call of it has counted yet
         self._digest = 0
+
+    def options(self, name: str, given: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+        """Returns the keywords of a method; those of ``generate`` leave out a cache that stages cannot keep.
+
+        Raises:
+            InputError: the model has an encoder that ``generate`` would call beside the wrapper.
+        """
+        if name != "generate" or not hasattr(self._model, _HAS_UNFINISHED) or not self._counts():
+            return given
+        config, own = self._model.config, given.get("generation_config") or self._model.generation_config
+        if has_encoder(self._model) and plan is not None and plan.num_stages > 1:
+            raise InputError(
+                f"generate of {type(self._model).__name__} calls the encoder by itself, beside the stages. Expected a "
+                "model without an encoder, or num_stages=1, or predict_with_generate of our Seq2SeqTrainer, for which "
+                "each rank makes a whole model."
+            )
+        decoder, beams = config.get_text_config(decoder=True), given.get("num_beams") or own.num_beams or 1
+        is_sliding = getattr(decoder, "sliding_window", None) is not None
+        layers = getattr(decoder, "layer_types", None) or ["sliding" if is_sliding else _FULL]
+        others = sorted({*layers} - {_FULL}) + ["beams"] * (beams > 1) + ["an encoder"] * has_encoder(self._model)
+        if not others or (own.use_cache if given.get("use_cache") is None else given["use_cache"]) is False:
+            return given
+        text = (
+            f"generate goes without a key-value cache, which stages cannot keep here ({', '.join(others)}): tokens are "
+            "the same, but each new one takes as long as the whole text"
+        )
+        warn_once(logger, self._model, text)
+        return {**given, "use_cache": False}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model, with a mask if another rank has one: transformers drops those that mask nothing."""
@@ -55,10 +95,11 @@ class _Loop:
         if tokens is not None:
             is_shared = tokens.dim() == 2 and any(len(ranks) > 1 for ranks in self._groups)
             self._digest = crc32(tokens.cpu().contiguous().numpy().tobytes()) if is_shared else 0
-            if self._has_masks and "attention_mask" not in kwargs:
+            if self._has_masks:
                 cache = kwargs.get("past_key_values")
                 length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
-                kwargs["attention_mask"] = tokens.new_ones(len(tokens), length).long()
+                ones = torch.ones(len(tokens), length, dtype=torch.long, device=tokens.device)
+                kwargs["attention_mask"] = kwargs.pop("attention_mask", ones)  # in one place on all ranks
         return self._call(*args, **kwargs)
 
     def has_unfinished(self, this_peer_finished: bool, *_: Any, **__: Any) -> bool:

@@ -20,13 +20,13 @@ def test_all_ranks_generate_what_plain_generate_does(kind: str) -> None:
 
     ending = {**GREEDY, "eos_token_id": end_of(kind)}
     runs = [(ending, 0, 3), (SAMPLED, 0, 3), (GREEDY, 0, 1), (SAMPLED, 2, 3)]
-    runs += [(WITHOUT, 0, 3), ({**WITHOUT, "num_beams": 2}, 0, 3)] if kind == "gpt2" else []
+    runs += [(WITHOUT, 0, 3), ({**GREEDY, "num_beams": 2}, 0, 3)] if kind == "gpt2" else []
     plain = model_of(kind)
     expected = [generate(plain, *run) for run in runs]
     assert 0 in expected[0][0][5:] and 0 not in expected[0][1][5:], "the first row is to end first"
     for found, num_traces, num_stages in run_on_forks(2, f"{TARGET}:on_ranks", kind, runs, {"inputs": "replicated"}):
         assert found == expected and num_stages == 2
-        assert num_traces <= (8 if kind == "gpt2" else 6)  # a prompt and two lengths behind it, each with and without a mask
+        assert num_traces <= (8 if kind == "gpt2" else 6)  # a prompt and two lengths, each with and without a mask
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -43,5 +43,5 @@ def test_each_rank_gets_its_rows_of_what_plain_generate_makes_of_all_prompts(num
 def test_a_cache_goes_from_call_to_call_and_nowhere_else() -> None:
     for (difference, length), errors in run_on_forks(2, f"{TARGET}:by_hand"):
         assert difference < 1e-5 and length == 5
-        for error, words in zip(errors, ["another call", "__add__|add", "use_cache=False", "manual_seed"], strict=True):
+        for error, words in zip(errors, ["must match", "use_cache=False", "manual_seed"], strict=True):
             assert re.search(words, error), error

@@ -18,12 +18,13 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.7}
 WITHOUT = {**GREEDY, "use_cache": False}
 Tokens = list[list[int]]
+Found = tuple[list[Tokens], int, int]
 
 
 def model_of(kind: str) -> Any:
     torch.manual_seed(0)
-    tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "vocab_size": WORDS, "initializer_range": 0.5}
-    tokens["tie_word_embeddings"] = False  # or each row goes on with its last token
+    tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "vocab_size": WORDS}
+    tokens |= {"tie_word_embeddings": False, "initializer_range": 0.5}  # or each row goes on with its last token
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_positions=32, n_embd=16, n_layer=2, n_head=2, **tokens)).eval()
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
@@ -49,7 +50,7 @@ def end_of(kind: str) -> int:
     return next(each for each in rows[0][LENGTH:] if each not in rows[1][LENGTH:])
 
 
-def on_ranks(kind: str, runs: list[tuple[dict[str, Any], int, int]], settings: dict[str, Any]) -> tuple[list[Tokens], int, int]:
+def on_ranks(kind: str, runs: list[tuple[dict[str, Any], int, int]], settings: dict[str, Any]) -> Found:
     """Returns what is generated in each run, and the numbers of traces and of stages."""
     model = AutoVaruna(model_of(kind), **{**SETTINGS, **settings})
     found = [generate(model, *run) for run in runs]
@@ -57,7 +58,7 @@ def on_ranks(kind: str, runs: list[tuple[dict[str, Any], int, int]], settings: d
     return found, model.num_traces, model.plan.num_stages
 
 
-def on_each(kind: str, options: dict[str, Any], borders: list[int], settings: dict[str, Any]) -> tuple[list[Tokens], int, int]:
+def on_each(kind: str, options: dict[str, Any], borders: list[int], settings: dict[str, Any]) -> Found:
     """Does so for rows of its own on each rank."""
     rank = get_world().rank
     return on_ranks(kind, [(options, borders[rank], borders[rank + 1])], settings)
@@ -83,8 +84,6 @@ def by_hand() -> tuple[list[Any], list[str]]:
             model(tokens[:2, 3:], past_key_values=cache)
         with _recorded(errors):
             cache.layers[0].keys + 1
-    with _recorded(errors):
-        generate(model, {**GREEDY, "num_beams": 2}, 0, 3)
     torch.manual_seed(get_world().rank)
     with _recorded(errors):
         model.generate(**prompts(), **SAMPLED)
