@@ -35,6 +35,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.integrations.accelerate import pad_value, padded_to_longest
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.runtime.environment import get_world_size
+from autovaruna.session.generation import has_encoder, owner_of_loop
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
     raise ImportError(
@@ -90,7 +91,9 @@ def _generate_by(wrapper: ReferenceType[AutoVaruna]) -> Callable[..., Any]:
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         own = wrapper()
         is_own = own is not None and own.module is model and own.plan is not None and own.plan.num_stages > 1
-        if own is None or not is_own or getattr(model, OWN_CALL) is not None:  # in a call of the wrapper's already
+        if (
+            own is None or not is_own or getattr(owner_of_loop(model), OWN_CALL) is not None
+        ):  # in a call of the wrapper's already
             return type(model).generate(model, *args, **kwargs)
         return own.generate(*args, **kwargs)
 
@@ -323,7 +326,7 @@ class AutoVarunaMixin(_Other):
         wrapper = self._wrapper
         if wrapper is None or wrapper.plan is None or wrapper.plan.num_stages == 1:
             return self.model
-        if isinstance(self.model, transformers.PreTrainedModel) and not self.model.config.is_encoder_decoder:
+        if hasattr(self.model, "generate") and not has_encoder(self.model):
             return self.model  # which generates on all ranks
         if not isinstance(self.model, transformers.PreTrainedModel):
             raise ConfigError(

@@ -29,17 +29,24 @@ def has_encoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def owner_of_loop(model: nn.Module) -> nn.Module:
+    """Returns whose ``generate`` it is that calls itself: of a model with adapters of peft, that within."""
+    inner: nn.Module = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    return inner
+
+
 @contextmanager
 def calls_together(model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run) -> Iterator[_Loop]:
     """Has `call` run on all ranks where a method of the model calls the model, if that `counts`; else the model alone.
 
     A rank whose samples have all ended goes on until those of the others have: it fills its rows, as in one batch.
     """
-    loop = _Loop(model, call, counts, run)
-    is_loop = hasattr(model, _HAS_UNFINISHED)
+    inner = owner_of_loop(model)
+    loop = _Loop(inner, call, counts, run)
+    is_loop = hasattr(inner, _HAS_UNFINISHED)
     with (
-        own_calls(model, loop.call),
-        replaced(model, _HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext(),
+        own_calls(inner, loop.call),
+        replaced(inner, _HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext(),
     ):
         yield loop
 
@@ -91,7 +98,8 @@ class _Loop:
         if self._has_masks is None:
             is_masked = "attention_mask" in kwargs
             self._has_masks = self._world.is_on_any(is_masked, "agreeing on masks of prompts")
-        tokens: Tensor | None = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if name in kwargs), None)
+        given = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        tokens: Tensor | None = next((each for each in given if each is not None), None)
         if tokens is not None:
             is_shared = tokens.dim() == 2 and any(len(ranks) > 1 for ranks in self._groups)
             self._digest = crc32(tokens.cpu().contiguous().numpy().tobytes()) if is_shared else 0

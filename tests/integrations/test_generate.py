@@ -43,5 +43,6 @@ def test_each_rank_gets_its_rows_of_what_plain_generate_makes_of_all_prompts(num
 def test_a_cache_goes_from_call_to_call_and_nowhere_else() -> None:
     for (difference, length), errors in run_on_forks(2, f"{TARGET}:by_hand"):
         assert difference < 1e-5 and length == 5
-        for error, words in zip(errors, ["must match", "use_cache=False", "manual_seed"], strict=True):
+        expected = ["must match", "use_cache=False", "manual_seed|pass other numbers"]
+        for error, words in zip(errors, expected, strict=True):
             assert re.search(words, error), error

@@ -115,7 +115,15 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     history = trainer.state.log_history
     if num_ranks:
         check_metrics([row for row in history if "loss" in row])
-    return [{name: row[name] for name in kept if name in row} for row in history]
+    found = [{name: row[name] for name in kept if name in row} for row in history]
+    return found + ([{"step": -1, **generated(trainer)}] if case in ("usual", "lora") else [])
+
+
+def generated(trainer: Any) -> dict[str, int]:
+    """Returns the tokens that the trained model goes on with."""
+    prompts = torch.arange(6).reshape(2, 3)
+    tokens = trainer.model.eval().generate(input_ids=prompts, max_new_tokens=4, pad_token_id=0)
+    return {str(place): int(token) for place, token in enumerate(tokens[:, 3:].flatten())}
 
 
 def check_metrics(rows: list[dict[str, float]]) -> None:
