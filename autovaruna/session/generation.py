@@ -31,7 +31,8 @@ def has_encoder(model: nn.Module) -> bool:
 
 def owner_of_loop(model: nn.Module) -> nn.Module:
     """Returns whose ``generate`` it is that calls itself: of a model with adapters of peft, that within."""
-    inner: nn.Module = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    outer: Any = model
+    inner: nn.Module = outer.get_base_model() if hasattr(model, "get_base_model") else model
     return inner
 
 
