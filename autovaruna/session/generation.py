@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna._torch import replaced
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.guards import HAS_UNFINISHED
 from autovaruna.graph.methods import own_calls
 from autovaruna.log import warn_once
 from autovaruna.planner.records import Plan
@@ -21,7 +22,6 @@ from autovaruna.session.run import Run
 
 logger = logging.getLogger(__name__)
 _FULL = "full_attention"
-_HAS_UNFINISHED = "_has_unfinished_sequences"
 
 
 def has_encoder(model: nn.Module) -> bool:
@@ -44,10 +44,10 @@ def calls_together(model: nn.Module, call: Callable[..., Any], counts: Callable[
     """
     inner = owner_of_loop(model)
     loop = _Loop(inner, call, counts, run)
-    is_loop = hasattr(inner, _HAS_UNFINISHED)
+    is_loop = hasattr(inner, HAS_UNFINISHED)
     with (
         own_calls(inner, loop.call),
-        replaced(inner, _HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext(),
+        replaced(inner, HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext(),
     ):
         yield loop
 
@@ -68,7 +68,7 @@ class _Loop:
         Raises:
             InputError: the model has an encoder that ``generate`` would call beside the wrapper.
         """
-        if name != "generate" or not hasattr(self._model, _HAS_UNFINISHED) or not self._counts():
+        if name != "generate" or not hasattr(self._model, HAS_UNFINISHED) or not self._counts():
             return given
         config, own = self._model.config, given.get("generation_config") or self._model.generation_config
         if has_encoder(self._model) and plan is not None and plan.num_stages > 1:
@@ -94,7 +94,7 @@ class _Loop:
         """Calls the model, with a mask if another rank has one: transformers drops those that mask nothing."""
         if not self._counts():
             return self._model(*args, **kwargs)
-        if torch.is_grad_enabled() or not hasattr(self._model, _HAS_UNFINISHED):
+        if torch.is_grad_enabled() or not hasattr(self._model, HAS_UNFINISHED):
             return self._call(*args, **kwargs)
         if self._has_masks is None:
             is_masked = "attention_mask" in kwargs

@@ -31,13 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> list[dict[str, Any]]:
     """What two ranks of mpirun log in each case."""
-    return run_on_forks(2, f"{TARGET}:train_all", CASES, folder, 2)
+    return run_on_forks(2, f"{TARGET}:train_all", CASES, folder, 2, timeout=500)
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
     """What plain Trainer logs in each case."""
-    return run_on_forks(1, f"{TARGET}:train_all", CASES, folder / "plain", 0)[0]
+    return run_on_forks(1, f"{TARGET}:train_all", CASES, folder / "plain", 0, timeout=500)[0]
 
 
 def is_like_plain(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
