@@ -30,7 +30,7 @@ from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import is_constant
-from autovaruna.graph.methods import OwnMethods, is_own_method, own_calls
+from autovaruna.graph.methods import OwnMethods, is_own_method
 from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import watch_registrations
@@ -41,6 +41,7 @@ from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
+from autovaruna.session.generation import calls_together, has_encoder
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.model import WrappedModel, WrappedOptimizer, parallel_kinds, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
@@ -241,8 +242,9 @@ class AutoVaruna(nn.Module):
         may_follow = self._counts and tensors_in((args, kwargs))
         device, is_split = self._wrapped.device, self._wrapped.is_split
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
-            with own_calls(self.module, self._call_itself):
-                return plain(*args, **kwargs)
+            counts = partial(getattr, self, "_counts_in_methods")
+            with calls_together(self.module, self, counts, self._training_run) as loop:
+                return plain(*args, **loop.options(name, kwargs, self.plan))
         return self._session.call(args, kwargs, name)
 
     def _call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -264,8 +266,11 @@ class AutoVaruna(nn.Module):
         """Whether the other ranks are needed for what uses the weights now."""
         return torch.is_grad_enabled() or self._is_split
 
-    def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
-        return (self if self._counts else self.module)(*args, **kwargs)
+    @property
+    def _counts_in_methods(self) -> bool:
+        """Whether calls in methods count: without an optimizer, or with weights not here yet, evaluation is split."""
+        is_evaluated = self._wrapped_optimizer.raw is None or any(each.is_meta for each in self.module.parameters())
+        return self._counts or (is_evaluated and not has_encoder(self.module))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -43,8 +43,9 @@ from autovaruna.graph.outside import (
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
-OF_MODULES = frozenset(vars(nn.Module()))
-"""What torch itself keeps in every module."""
+HAS_UNFINISHED = "_has_unfinished_sequences"  # of models of transformers, in whose generate ranks agree on it
+OF_MODULES = frozenset({*vars(nn.Module()), HAS_UNFINISHED})
+"""What torch itself keeps in every module, and what no forward reads."""
 _VALUES = methodcaller("values")
 _KEYS = methodcaller("keys")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)

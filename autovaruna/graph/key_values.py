@@ -60,6 +60,11 @@ class Kept:
         return self.model is model and self.batch == batch
 
 
+def kept_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Kept]:
+    """Returns where the numbers of some tensors are, which stages have kept."""
+    return {name: each.kept for name in names if isinstance(each := tensors[name], KeptTensor)}
+
+
 class KeptTensor(Tensor):
     """A tensor of this rank's samples whose numbers are on the stages; see the head of this file."""
 
@@ -85,7 +90,7 @@ class KeptTensor(Tensor):
             "generation, and whatever else changes a cache, which computes all tokens again for each new one."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KeptTensor{tuple(self.shape)}"
 
 

@@ -204,7 +204,9 @@ def flatten(
     """
     with_paths, spec = _with_paths(value, _is_dataclass)
     tensors: list[torch.Tensor] = []
-    leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), levels, tensors, opens_caches) for keys, leaf in with_paths]
+    leaves = [
+        _flatten_leaf(leaf, path + pytree.keystr(keys), levels, tensors, opens_caches) for keys, leaf in with_paths
+    ]
     return tensors, Tree(spec, tuple(leaves))
 
 
@@ -237,7 +239,9 @@ def _flatten_leaf(leaf: Any, path: str, levels: int, tensors: list[torch.Tensor]
         fields, levels = _attributes(leaf), levels - 1
     if fields is None:
         return Opaque(path, type(leaf).__qualname__)
-    parts = [flatten(each, path + _step(leaf, name), levels, opens_caches=opens_caches) for name, each in fields.items()]
+    parts = [
+        flatten(each, path + _step(leaf, name), levels, opens_caches=opens_caches) for name, each in fields.items()
+    ]
     for part, _ in parts:
         tensors.extend(part)
     made = CacheRecord if is_open else Record
@@ -301,7 +305,8 @@ class Undelivered:
         raise InputError(
             f"The output {leaf.path} is a {leaf.type_name}, whose tensors stay on the stages that made them. "
             "Expected outputs are tensors in tuples, lists, dicts or dataclasses; return those tensors, or turn the "
-            "output off in the model (use_cache=False for a Hugging Face model)."
+            "output off in the model (use_cache=False for a Hugging Face model; or pass past_key_values=DynamicCache() "
+            "in torch.no_grad(), and the next call takes the cache from the stages)."
         )
 
     __getitem__ = __iter__ = __len__ = _refuse

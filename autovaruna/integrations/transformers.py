@@ -11,13 +11,14 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 import transformers
@@ -27,7 +28,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from autovaruna._torch import replaced
+from autovaruna._torch import OWN_CALL, replaced
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
@@ -35,6 +36,7 @@ from autovaruna.integrations.accelerate import pad_value, padded_to_longest
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.integrations.whole_state import show_whole_calls, show_whole_state
 from autovaruna.runtime.environment import get_world_size
+from autovaruna.session.generation import has_encoder, owner_of_loop
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
     raise ImportError(
@@ -82,6 +84,21 @@ class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
 @dataclass
 class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArguments):
     """Those of transformers, with `autovaruna`: a dictionary of settings. See transformers.Seq2SeqTrainingArguments."""
+
+
+def _generate_by(wrapper: ReferenceType[AutoVaruna]) -> Callable[..., Any]:
+    """Returns a method of the model that generates through the wrapper, once stages have parts of the model."""
+
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        own = wrapper()
+        is_own = own is not None and own.module is model and own.plan is not None and own.plan.num_stages > 1
+        if (
+            own is None or not is_own or getattr(owner_of_loop(model), OWN_CALL) is not None
+        ):  # in a call of the wrapper's already
+            return type(model).generate(model, *args, **kwargs)
+        return own.generate(*args, **kwargs)
+
+    return generate
 
 
 class MetricsCallback(transformers.TrainerCallback):
@@ -155,6 +172,8 @@ class AutoVarunaMixin(_Other):
             show_whole_state(wrapper, "call trainer.save_model(folder)")
             show_whole_calls(wrapper)
             self.model_wrapped = wrapper
+            if hasattr(self.model, "generate") and self.args.world_size > 1:
+                self.model.generate = MethodType(_generate_by(ref(wrapper)), self.model)
         return wrapper
 
     @property
@@ -288,7 +307,7 @@ class AutoVarunaMixin(_Other):
             self._whole = None
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Predicts a batch; with `predict_with_generate` each rank generates for its own samples, by a whole model."""
+        """Predicts a batch; with `predict_with_generate` each rank gets what is generated for its own samples."""
         if not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(model, inputs, *args, **kwargs)
         with replaced(self, "model", self._whole_model()):
@@ -302,7 +321,7 @@ class AutoVarunaMixin(_Other):
         return _filled(model(**slice_tensors(inputs, slice(num_own))), size, num_own)
 
     def _whole_model(self) -> Any:
-        """Returns a model with all weights on this rank: the own one while it is not split into stages. Collective.
+        """Returns the model that generates: a whole one on this rank if ours is split and has an encoder. Collective.
 
         Raises:
             ConfigError: the model has been split, and no whole one can be made of its configuration.
@@ -310,6 +329,8 @@ class AutoVarunaMixin(_Other):
         wrapper = self._wrapper
         if wrapper is None or wrapper.plan is None or wrapper.plan.num_stages == 1:
             return self.model
+        if hasattr(self.model, "generate") and not has_encoder(self.model):
+            return self.model  # which generates on all ranks
         if not isinstance(self.model, transformers.PreTrainedModel):
             raise ConfigError(
                 f"predict_with_generate needs all weights on each rank: got {type(self.model).__name__}, which is "

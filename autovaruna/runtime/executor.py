@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autovaruna.graph.call import InputSpec
 from autovaruna.graph.export.watchers import call_hooks
+from autovaruna.graph.key_values import kept_of
 from autovaruna.graph.opaque.run import saving_nothing
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.random import RandomStream
@@ -77,7 +78,7 @@ class Executor:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.retains_graphs = False
-        self._kept = {name: call.inputs[name].kept for name in program.kept_inputs}
+        self._kept = kept_of(call.inputs, program.kept_inputs)
         own = program.batch.owned_by(rank.world.rank)
         self._samples = OwnSamples(call.inputs, program.traced.batch_inputs, own)
         self._state = ChangedState(program.traced, len(program.batch.micro_batches))
@@ -108,7 +109,7 @@ class Executor:
                     elif ends[0] != ends[1] and self._world.rank == ends[1]:
                         arriving.append((kept.parts, m, kind))
         for parts, m, kind in arriving:
-            parts[m] = self._mail.receive(kind)[0]
+            (parts[m],) = filter(torch.is_tensor, self._mail.receive(kind))
 
     def run(self, tasks: Sequence[Task], output_gradient: OutputGradient) -> None:
         """Runs tasks in order; from the second step on, a stage's sums start after its last backward on this rank."""
@@ -222,7 +223,8 @@ class Executor:
         """Returns all that a forward works on, by name."""
         tensors: dict[str, Tensor] = {}
         for name in task.own:  # first what is here: the rest may still be on its way
-            tensors[name] = self._kept[name].parts[task.part.index] if name in self._kept else self._samples.of(task.part, name)
+            is_kept = name in self._kept
+            tensors[name] = self._kept[name].parts[task.part.index] if is_kept else self._samples.of(task.part, name)
         for kind, names in task.receives:
             for name, tensor in zip(names, self._mail.receive(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"

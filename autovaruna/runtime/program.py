@@ -84,9 +84,7 @@ class Program:
         self._seeds: dict[float, Tensor] = {}
         self._tasks: dict[tuple[tuple[Kind, ...], str], list[Task]] = {}
         handed = self.traced.batch_inputs.difference(self.kept_inputs)
-        self._batches = [
-            tuple(name for name in stage.inputs if name in handed) for stage in self.split.stages
-        ]
+        self._batches = [tuple(name for name in stage.inputs if name in handed) for stage in self.split.stages]
         self.wanted = [{name for edge in stage.arriving for name in edge.gradients} for stage in self.split.stages]
         for name, holder in self.split.input_gradients.items():
             self.wanted[holder].add(name)

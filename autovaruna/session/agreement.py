@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.guards import is_constant
+from autovaruna.graph.key_values import KeptTensor
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.profiler.optimizer_trial import asks_for_closure
 from autovaruna.runtime.exchange import differences

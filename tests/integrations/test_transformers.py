@@ -19,7 +19,7 @@ from tests.mpi.test_torchrun import torchrun
 MISSING = [name for name in ("accelerate", "peft", "transformers") if find_spec(name) is None]
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}")]
 TARGET = "tests.integrations.with_transformers"
-CASES = ["usual", "lora", "translation", "regression", "loss of outputs"]
+CASES = ["usual", "lora", "translation", "answers", "regression", "loss of outputs"]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
 
 
@@ -31,13 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> list[dict[str, Any]]:
     """What two ranks of mpirun log in each case."""
-    return run_on_forks(2, f"{TARGET}:train_all", CASES, folder, 2)
+    return run_on_forks(2, f"{TARGET}:train_all", CASES, folder, 2, timeout=500)
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
     """What plain Trainer logs in each case."""
-    return run_on_forks(1, f"{TARGET}:train_all", CASES, folder / "plain", 0)[0]
+    return run_on_forks(1, f"{TARGET}:train_all", CASES, folder / "plain", 0, timeout=500)[0]
 
 
 def is_like_plain(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:

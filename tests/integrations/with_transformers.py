@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     },
     "translation": {"predict_with_generate": True, "generation_max_length": 6},
+    "answers": {"predict_with_generate": True, "generation_max_length": LENGTH},
     "regression": {"gradient_accumulation_steps": 2},  # the model takes the number of items, and does not go by it
     "loss of outputs": {},
 }
@@ -43,6 +44,7 @@ def model_of(case: str) -> Any:
     if case in ("regression", "loss of outputs"):
         config.num_labels, config.pad_token_id = 1 if case == "regression" else 3, WORDS - 1
         return transformers.GPT2ForSequenceClassification(config)
+    config.pad_token_id = 0 if case == "answers" else None
     model = GPT2LMHeadModel(config)
     if case != "lora":
         return model
@@ -65,6 +67,8 @@ def rows(case: str = "usual") -> list[dict[str, torch.Tensor]]:
     chance = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=chance)
     labels = tokens.masked_fill(torch.arange(LENGTH) < torch.randint(1, 6, (ROWS, 1), generator=chance), -100)
+    if case == "answers":  # of a split model
+        tokens, labels = tokens[:, : LENGTH - 2], tokens[:, : LENGTH - 2]
     if case in ("regression", "loss of outputs"):
         labels = tokens[:, 0] / WORDS if case == "regression" else tokens[:, 0] % 3
     return [{"input_ids": tokens[i], "labels": labels[i]} for i in range(ROWS)]
@@ -96,7 +100,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
         library = transformers  # type: ignore[assignment]
     size = BATCH // (num_ranks or 1)
     options = CASES[case] | ({"autovaruna": SETTINGS} if num_ranks else {})
-    kind, data = "Seq2Seq" if case == "translation" else "", rows(case)
+    kind, data = "Seq2Seq" if case in ("translation", "answers") else "", rows(case)
     evaluated = 12 if case in ("lora", "loss of outputs") else 8  # 8: this rank, or another, has none of the last batch
     args = getattr(library, f"{kind}TrainingArguments")(
         output_dir=str(folder), per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=STEPS,
@@ -106,7 +110,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     trainer_of = getattr(library, f"{kind}Trainer")
     trainer = (with_loss_of_outputs(trainer_of) if case == "loss of outputs" else trainer_of)(
         model=model_of(case), args=args, train_dataset=data, eval_dataset=data[:evaluated], compute_metrics=accuracy,
-        data_collator=padded if kind else None,
+        data_collator=padded if case == "translation" else None,
         callbacks=[library.MetricsCallback()] if num_ranks else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
@@ -116,7 +120,15 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     history = trainer.state.log_history
     if num_ranks:
         check_metrics([row for row in history if "loss" in row])
-    return [{name: row[name] for name in kept if name in row} for row in history]
+    found = [{name: row[name] for name in kept if name in row} for row in history]
+    return found + ([{"step": -1, **generated(trainer)}] if case in ("usual", "lora") else [])
+
+
+def generated(trainer: Any) -> dict[str, int]:
+    """Returns the tokens that the trained model goes on with."""
+    prompts = torch.arange(6).reshape(2, 3)
+    tokens = trainer.model.eval().generate(input_ids=prompts, max_new_tokens=4, pad_token_id=0)
+    return {str(place): int(token) for place, token in enumerate(tokens[:, 3:].flatten())}
 
 
 def check_metrics(rows: list[dict[str, float]]) -> None:
