@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from autovaruna.config.files import read_record, write_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.token_server import MOST_BYTES, connect
+from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, connect
 
-TOKEN = "token"  # the file in a job's folder with what only the job's user can read
+CREDENTIALS = "credentials.json"  # the file in a job's folder with what only the job's user can read
 _SUFFIX = ".elsewhere"
 _ERRORS = (OSError, EOFError, ValueError)
 ReadInto = Callable[[memoryview, int], int]
@@ -29,6 +28,7 @@ class Pointer:
 
     host: str
     port: int
+    name: str  # of the keeper's host in the job
     path: str
 
     def write(self, place: Path) -> None:
@@ -50,7 +50,8 @@ def open_bytes(path: Path) -> Iterator[ReadInto]:
         return
     try:
         pointer = read_record(json.loads(_pointer_of(path).read_bytes()), Pointer)
-        connection = connect(pointer.host, pointer.port, (path.parent.parent / TOKEN).read_bytes())
+        own = read_record(json.loads((path.parent.parent / CREDENTIALS).read_bytes()), Credentials)
+        connection = connect(pointer.host, pointer.port, own, pointer.name)
     except _ERRORS as error:
         raise CheckpointError(
             f"{path.name} lies in memory of another host, which cannot be reached: {error}"
@@ -65,7 +66,7 @@ def _read_over(connection: Connection, lock: threading.Lock, path: str, view: me
     try:
         with lock:
             connection.send_bytes(json.dumps(request).encode())
-            data = connection.recv_bytes(MOST_BYTES)
+            data = connection.recv_bytes()
     except _ERRORS as error:
         raise CheckpointError(f"{path} cannot be read from memory of its host: {error}") from error
     view[: len(data)] = data

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from autovaruna.elastic.options import MorphingOptions
 from autovaruna.elastic.slow_ranks import LEFT_OUT_SECONDS, SlowRanks
 from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError
+from autovaruna.runtime.tls import Authority
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
@@ -32,13 +34,14 @@ _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled e
 
 
 class Hosts:
-    """The hosts of a job; `settings` is the first line to each keeper, `own_file` is removed on this machine."""
+    """The hosts of a job; `settings` begin the first line to each keeper, `own_file` is removed on this machine."""
 
     def __init__(
         self,
         listed: Mapping[str, int],
         options: MorphingOptions,
         settings: Mapping[str, Any],
+        authority: Authority,
         own_file: Path,
         log: EventLog,
     ) -> None:
@@ -48,7 +51,7 @@ class Hosts:
         self.lost: set[str] = set()  # hosts of the run that do not answer any more
         self.slow = SlowRanks(log, options.slow_factor)
         self._options = options
-        self._settings = settings
+        self._settings, self._authority = settings, authority
         self._own_file = own_file
         self._log = log
         self._delays: dict[str, float] = {}
@@ -85,7 +88,8 @@ class Hosts:
             self._log.record("unreachable", f"host {host} cannot be used: {text}", host=host)
 
     def _open(self, host: str) -> None:
-        own = {"file": str(self._own_file)} if is_this_machine(host) else {}
+        own: dict[str, Any] = {"file": str(self._own_file)} if is_this_machine(host) else {}
+        own["credentials"] = asdict(self._authority.credentials(host, self._options.insecure_copies))
         self.links[host] = Link(host, {**self._settings, **own})
 
     def usable(self) -> dict[str, int]:
@@ -230,7 +234,7 @@ class Hosts:
         links, asked = [self.links[host] for host in hosts], {}
         for link, buddy in zip(links, [*links[1:], *links[:1]], strict=True):
             link.known = {}
-            to = None if buddy is link else [buddy.address, buddy.port]
+            to = None if buddy is link else [buddy.address, buddy.port, buddy.host]
             asked[link.host] = link.ask("begin", number=number, buddy=to)
         answers(asked, END_SECONDS)
         self._begun = links

@@ -76,7 +76,7 @@ def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) ->
                     own[name] = where
                 else:
                     keeper = links[chosen.host]
-                    others[name] = asdict(Pointer(keeper.address, keeper.port, where))
+                    others[name] = asdict(Pointer(keeper.address, keeper.port, chosen.host, where))
         asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
     done = answers(asked, _INVENTORY_SECONDS)
     return {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}

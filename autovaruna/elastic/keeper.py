@@ -1,10 +1,10 @@
 """Is the keeper of a host: a process outside of mpirun that outlives ranks, holds their snapshots, and serves them.
 
 The manager starts it, over ssh on other hosts, and speaks with it over its standard streams, in lines of JSON. The
-first is the job's settings and its token, so that neither shows in any list of processes. Keepers, and new ranks, read
-each other's snapshots over connections that only those can open who know the token. A keeper whose manager is silent
-ends the ranks of its host, and holds what they have written for `keep_seconds`: a manager of this job that starts
-another keeper meanwhile has that one take over.
+first is the job's settings and the host's credentials, so that neither shows in any list of processes. Keepers, and new
+ranks, read each other's snapshots over connections that only those can open who have such. A keeper whose manager is
+silent ends the ranks of its host, and holds what they have written for `keep_seconds`: a manager of this job that
+starts another keeper meanwhile has that one take over.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.remote_file import TOKEN, Pointer
+from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic.host_processes import (
     acquire_from_abandoned,
@@ -58,34 +57,35 @@ from autovaruna.elastic.job_folder import (
 )
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.token_server import MOST_BYTES, Server, connect
+from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
+_PAGE_BYTES = 4096
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
 @dataclass
 class Attempt:
-    """The run of the job that goes on now; `buddy` is host and port of the keeper that gets copies, if there is one."""
+    """The run of the job that goes on now; `buddy` is the keeper that gets copies: its address, port and name."""
 
     number: int
-    buddy: tuple[str, int] | None
+    buddy: tuple[str, int, str] | None
 
 
 class Keeper:
     """The part of a job that a host keeps in a folder in memory; `file` is one more file to remove at the job's end."""
 
-    def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
+    def __init__(self, folder: Path, own: Credentials, has_standby: bool, file: str = "") -> None:
         self.folder = folder
-        self.token = token
+        self._own = own
         self._file = file
         self._is_ready = not has_standby
         self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
-        self.port = Server(token, self._answer).port
+        self.port = Server(own, self._answer).port
         self._copies: dict[Path, Path] = {}
         self._gone: dict[str, float] = {}
         threading.Thread(target=self._watch_ranks, daemon=True).start()
@@ -104,7 +104,8 @@ class Keeper:
         self._copied = None
         self._copies.clear()
         self._gone = {}
-        self._attempt = attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
+        to = None if buddy is None else (str(buddy[0]), int(buddy[1]), str(buddy[2]))
+        self._attempt = attempt = Attempt(number, to)
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
@@ -262,7 +263,8 @@ class Keeper:
         while self._attempt is attempt:
             try:
                 assert attempt.buddy is not None
-                with connect(*attempt.buddy, self.token) as connection:
+                address, port, name = attempt.buddy
+                with connect(address, port, self._own, name) as connection:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
                         time.sleep(_LOOK_SECONDS)
@@ -296,7 +298,7 @@ class Keeper:
                 raise ValueError(f"{name!r} is no name of a file")
             with open(slot / name, "r+b" if (slot / name).exists() else "wb") as file:
                 while file.tell() < record.size:
-                    file.write(connection.recv_bytes(MOST_BYTES))
+                    file.write(connection.recv_bytes())
                 file.truncate()
         if not part.is_intact(slot):
             raise ValueError("it was changed on its way")
@@ -327,7 +329,7 @@ class Keeper:
 
     def _inside(self, place: str) -> Path:
         path = (self.folder / place).resolve()
-        if not path.is_relative_to(self.folder.resolve()) or path.name == TOKEN:
+        if not path.is_relative_to(self.folder.resolve()) or path.name == CREDENTIALS:
             raise OSError(f"{place} is not in the job's folder")
         return path
 
@@ -354,7 +356,7 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
         with open(slot / name, "rb") as file:
             for begin in range(0, record.size, MOST_BYTES):
                 connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
-    if connection.recv_bytes(MOST_BYTES) != b"taken":
+    if connection.recv_bytes() != b"taken":
         raise OSError("the copy was not taken")
 
 
@@ -425,7 +427,7 @@ def _remove_abandoned(folder: Path) -> None:
 def main() -> None:
     """Is the process: ``python -m autovaruna.elastic.keeper``."""
     settings = json.loads(sys.stdin.readline())
-    folder, token = Path(settings["folder"]), settings["token"].encode()
+    folder, own = Path(settings["folder"]), read_record(settings["credentials"], Credentials)
     os.umask(0o077)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
@@ -433,12 +435,13 @@ def main() -> None:
     lock = acquire_from_abandoned(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
-    with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:
-        file.write(token)
+    shown = json.dumps(asdict(own)).encode().ljust(_PAGE_BYTES)  # in place: memory may be full by now
+    with open(folder / CREDENTIALS, "r+b" if (folder / CREDENTIALS).exists() else "wb") as file:
+        file.write(shown)
     _remove_abandoned(folder)
     if settings["standby"]:
         StandbyProcess(folder, settings.get("libraries", ()))
-    keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
+    keeper = Keeper(folder, own, settings["standby"], settings.get("file", ""))
     line = StandardStreams(keeper, lock)
     newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
     line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})

@@ -31,6 +31,7 @@ from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import LIBRARIES
 from autovaruna.elastic.watch import JobWatch
+from autovaruna.runtime.tls import Authority
 
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
@@ -54,14 +55,14 @@ class Manager:
         self._log = EventLog(morphing.events)
         script = Path(options.script).read_bytes()
         known = pop_dead_manager(job := _name_of(options, script))
-        token = known.token if known else secrets.token_hex(32)
+        authority = Authority(known.key if known else "")
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
-        self._address = new_address_file(), token, job
-        settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
+        self._address = new_address_file(), authority, job
+        settings: dict[str, Any] = {"folder": str(self._folder), "standby": morphing.has_standby}
         settings["keep_seconds"] = morphing.keep_seconds
         settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]
-        self._hosts = Hosts(options.hosts, morphing, settings, self._address[0], self._log)
+        self._hosts = Hosts(options.hosts, morphing, settings, authority, self._address[0], self._log)
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
         self._watch = JobWatch(0)
@@ -74,8 +75,8 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        path, token, job = self._address
-        notices = receiving_notices(path, self._hosts.notice, token, job, self._folder.name)
+        path, authority, job = self._address
+        notices = receiving_notices(path, self._hosts.notice, authority, job, self._folder.name)
         with handling(self._record_signal), notices:
             has_hosts = False
             try:

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.token_server import Server, connect
+from autovaruna.runtime.tls import Authority, Connection, Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
+_MANAGER, _NOTIFIER = "manager", "notifier"  # their names in a job
 EXAMPLE = "autovaruna notify node07 --seconds 120"
 
 
@@ -45,14 +45,19 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Address:
-    """How the manager of a job is reached, and what its keepers know; the file can be read by its user alone."""
+    """How the manager of a job is reached, and what keepers know it by; the file can be read by its user alone."""
 
     host: str
     port: int
-    token: str
+    key: str  # of the job's authority
     process: int
     job: str
     folder: str
+
+    @property
+    def reached_at(self) -> str:
+        """A name of its host, which may be one that nobody can look up."""
+        return "localhost" if self.host == socket.gethostname() else self.host
 
     @property
     def is_dead(self) -> bool:
@@ -70,7 +75,7 @@ def new_address_file() -> Path:
 
 @contextmanager
 def receiving_notices(
-    path: Path, record: Callable[[str, float], str], token: str, job: str, folder: str
+    path: Path, record: Callable[[str, float], str], authority: Authority, job: str, folder: str
 ) -> Iterator[None]:
     """Receives notices within the context, by an address in a file; it stays if the manager is killed.
 
@@ -81,7 +86,8 @@ def receiving_notices(
         fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
-    address = Address(socket.gethostname(), Server(token.encode(), answer).port, token, os.getpid(), job, folder)
+    port = Server(authority.credentials(_MANAGER), answer).port
+    address = Address(socket.gethostname(), port, authority.key, os.getpid(), job, folder)
     before = os.umask(0o077)
     with suppress(OSError):  # without a HOME that can be written to, there are no notices from elsewhere
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -124,9 +130,10 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     faults = []
     for path, address in _addresses():
         try:
-            with connect(address.host, address.port, address.token.encode()) as connection:
+            own = Authority(address.key).credentials(_NOTIFIER)
+            with connect(address.reached_at, address.port, own, _MANAGER) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
-                faults.append(json.loads(connection.recv_bytes(1 << 20))["fault"])
+                faults.append(json.loads(connection.recv_bytes())["fault"])
         except (OSError, EOFError, ValueError):
             if address.is_dead:
                 path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions
 from autovaruna.elastic.slow_ranks import Slow
-from tests.elastic.keepers import TOKEN
+from tests.elastic.keepers import AUTHORITY
 from tests.hosts.emulation import wait_for
 from tests.mpi.launch import find_mpirun
 
@@ -24,8 +24,8 @@ HOST, OTHER = "localhost", "elsewhere.invalid"
 @contextmanager
 def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
     """Returns the hosts of a job on this machine; its keeper ends with the context."""
-    settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False, "keep_seconds": 0.0}
-    hosts = Hosts({HOST: 1}, options, settings, folder / "own", EventLog(None))
+    settings = {"folder": str(folder / "job"), "standby": False, "keep_seconds": 0.0}
+    hosts = Hosts({HOST: 1}, options, settings, AUTHORITY, folder / "own", EventLog(None))
     try:
         hosts.start(lambda: None)
         assert set(hosts.usable()) == {HOST}

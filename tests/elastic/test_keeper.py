@@ -26,8 +26,8 @@ from autovaruna.elastic.job_folder import RankPart, write_record
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.token_server import connect
-from tests.elastic.keepers import TOKEN, keeper
+from autovaruna.runtime.tls import Authority, connect
+from tests.elastic.keepers import AUTHORITY, keeper, settings_of
 from tests.hosts.emulation import wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,9 +43,9 @@ def link(tmp_path: Path) -> Iterator[Link]:
         yield found
 
 
-def read(link: Link, place: str, token: str = TOKEN) -> bytes:
-    """Returns what a keeper answers to whoever wants to read a file."""
-    with connect("127.0.0.1", link.port, token.encode()) as connection:
+def read(link: Link, place: str, authority: Authority = AUTHORITY, host: str = "localhost") -> bytearray:
+    """Returns what a keeper answers to whoever wants to read a file of a host."""
+    with connect("127.0.0.1", link.port, authority.credentials("h2"), host) as connection:
         connection.send_bytes(json.dumps({"read": place, "offset": 0, "count": 100}).encode())
         return connection.recv_bytes()
 
@@ -63,14 +63,25 @@ def test_files_of_the_job_are_read_and_no_others(link: Link, tmp_path: Path) -> 
     (tmp_path / "job" / "mine").write_text("words")
     (tmp_path / "job" / "leads_out").symlink_to(tmp_path / "secret")
     assert read(link, "mine") == b"words"
-    for place in ("../secret", str(tmp_path / "secret"), "leads_out", "token", "./token", "", ".", "none", "a\0b"):
+    for place in (
+        "../secret",
+        str(tmp_path / "secret"),
+        "leads_out",
+        "credentials.json",
+        "./credentials.json",
+        "",
+        ".",
+        "none",
+        "a\0b",
+    ):
         with pytest.raises(REFUSED):
             read(link, place)
-    with pytest.raises(OSError, match="127"):
-        read(link, "mine", "b" * 64)
+    for other in ({"authority": Authority()}, {"host": "h3"}):
+        with pytest.raises(OSError, match="127"):
+            read(link, "mine", **other)
     assert read(link, "mine") == b"words"
     assert oct((tmp_path / "job").stat().st_mode)[-3:] == "700"
-    assert oct((tmp_path / "job" / "token").stat().st_mode)[-3:] == "600"
+    assert oct((tmp_path / "job" / "credentials.json").stat().st_mode)[-3:] == "600"
 
 
 def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path) -> None:
@@ -78,25 +89,26 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
     (tmp_path / "job" / "big").write_bytes(content)
     place = tmp_path / "other" / "restore" / "big"
     place.parent.mkdir(parents=True)
-    (tmp_path / "other" / "token").write_text(TOKEN)
-    Pointer("127.0.0.1", link.port, "big").write(place)
+    credentials = tmp_path / "other" / "credentials.json"
+    credentials.write_text(json.dumps(asdict(AUTHORITY.credentials("h2"))))
+    Pointer("127.0.0.1", link.port, "localhost", "big").write(place)
     found = bytearray(len(content))
     with open_bytes(place) as file:
         count = 0
         while more := file(memoryview(found)[count:], count):
             count += more
     assert found == content
-    Pointer("127.0.0.1", link.port, "../secret").write(place)
+    Pointer("127.0.0.1", link.port, "localhost", "../secret").write(place)
     with open_bytes(place) as file, pytest.raises(CheckpointError, match=r"\.\./secret cannot be read from memory"):
         file(memoryview(found), 0)
-    (tmp_path / "other" / "token").write_text("b" * 64)
+    credentials.write_text(json.dumps(asdict(Authority().credentials("h2"))))
     with pytest.raises(CheckpointError, match="big lies in memory of another host, which cannot be reached"):
         open_bytes(place).__enter__()
 
 
-def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytes:
+def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytearray:
     """Returns what a keeper answers to whoever sends a copy of a part."""
-    with connect("127.0.0.1", link.port, TOKEN.encode()) as connection:
+    with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
         connection.send_bytes(json.dumps({"part": part, "attempt": 4}).encode())
         for piece in pieces:
             connection.send_bytes(piece)
@@ -121,7 +133,7 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
 
 def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: Path) -> None:
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
-    pointer = asdict(Pointer("h2", 5, "there"))
+    pointer = asdict(Pointer("h2", 5, "h2", "there"))
     own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
     link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
     place = tmp_path / "job" / "restore"
@@ -160,8 +172,7 @@ def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
 
 def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
-    settings = {"folder": str(tmp_path / "job"), "token": TOKEN, "standby": False, "keep_seconds": 0.0}
-    second = Link("localhost", settings)
+    second = Link("localhost", settings_of(tmp_path / "job"))
     second.wait(20.0)
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
