@@ -38,6 +38,7 @@ from autovaruna.checkpoint.manifest import (
     WrittenPart,
     checksum,
     index_and_state,
+    read_manifest,
 )
 from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows
@@ -370,7 +371,7 @@ def mark_of(folder: Path, rank: int) -> Path:
 def commit(
     partial: Path, step: int, parts: Sequence[WrittenPart], extra_files: dict[str, bytes], keep: int | None
 ) -> Path:
-    """Writes what is still missing, gives the checkpoint its name, and then removes old ones."""
+    """Writes what is still missing, gives the checkpoint its name, and then removes old ones, if it can be read."""
     try:
         small = {name: text.encode() for name, text in index_and_state(parts).items()} | extra_files
         records = {name: write_file(partial / name, chunks_of([_row(data)])) for name, data in small.items()}
@@ -380,6 +381,10 @@ def commit(
         for mark in partial.glob(f"{_MARK}*"):
             mark.unlink()
         folder.sync_folder(partial)
+        if keep and (damages := read_manifest(partial).damages(partial)):
+            raise CheckpointError(
+                f"{'; '.join(damages)}, as it was just written. Earlier checkpoints are as they were."
+            )
         complete = folder.finish(partial, step)
         folder.remove_old(complete, keep)
         return complete

@@ -229,25 +229,30 @@ class Hosts:
 
     # those of a run
 
-    def begin(self, hosts: Iterable[str], number: int) -> None:
+    def begin(self, hosts: Iterable[str], number: int, num_ranks: int) -> None:
         """Begins a run on keepers, each of which copies its ranks' parts to the next one."""
         links, asked = [self.links[host] for host in hosts], {}
         for link, buddy in zip(links, [*links[1:], *links[:1]], strict=True):
             link.known = {}
             to = None if buddy is link else [buddy.address, buddy.port, buddy.host]
-            asked[link.host] = link.ask("begin", number=number, buddy=to)
+            asked[link.host] = link.ask("begin", number=number, num_ranks=num_ranks, buddy=to)
         answers(asked, END_SECONDS)
         self._begun = links
 
-    def begin_anew(self, hosts: Iterable[str], number: int) -> None:
+    def begin_anew(self, hosts: Iterable[str], number: int, num_ranks: int) -> None:
         """Begins the run again on all keepers if one of them was started anew: it has another port."""
         links = [self.links.get(host) for host in hosts]
         if links != self._begun and all(link is not None and link.is_up for link in links):
-            self.begin(hosts, number)
+            self.begin(hosts, number, num_ranks)
 
     def ask(self, hosts: Iterable[str], do: str, **arguments: Any) -> dict[str, Future[Any]]:
         """Sends a request to the keepers of those hosts that have one."""
         return {host: self.links[host].ask(do, **arguments) for host in hosts if host in self.links}
+
+    def keeps_older(self, host: str, step: int) -> bool:
+        """Says whether a host still keeps of earlier runs what is no newer than a step."""
+        kept = self.links[host].report.get("kept")
+        return kept is not None and kept <= step
 
     def poll_reports(self, hosts: Iterable[str], watch: JobWatch) -> None:
         """Hands the last reports of keepers on; a silent host is lost, one whose keeper has gone gets another."""

@@ -38,7 +38,13 @@ class State:
     """A state that is whole; `held` has the parts of each rank, those of its host first."""
 
     step: int
+    attempt: int  # the run that has made it
     held: Mapping[int, Sequence[HeldPart]]
+    age_seconds: float
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.step, self.attempt
 
     @property
     def hosts(self) -> list[str]:
@@ -46,18 +52,26 @@ class State:
         return sorted({held[0].host for held in self.held.values()})
 
 
-def find_state(links: Sequence[Link], within: str = "") -> State | None:
-    """Returns the newest state of which every part is on a host that answers, intact; None: there is none."""
+def find_state(links: Sequence[Link], within: str = "", aside: Collection[tuple[int, int]] = ()) -> State | None:
+    """Returns the newest state of which every part is on a host that answers, intact; None: there is none.
+
+    It is of a step that ranks of its run have reported, or of the next, and none of those that were put `aside`.
+    """
     asked = {link.host: link.ask("inventory", within=within) for link in links}
     found: dict[tuple[int, int, int], dict[int, list[HeldPart]]] = {}
+    reported: dict[int, int] = {}
+    ages: dict[tuple[int, int], float] = {}
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
-            part = read_record(entry["part"], RankPart)
-            held = HeldPart(host, entry["place"], part)
-            places = found.setdefault((part.step, entry["attempt"], part.num_ranks), {}).setdefault(part.rank, [])
+            part, attempt = read_record(entry["part"], RankPart), entry["attempt"]
+            held, key = HeldPart(host, entry["place"], part), (part.step, attempt)
+            places = found.setdefault((*key, part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
+            reported[attempt] = max(reported.get(attempt, -1), entry["reported"])
+            ages[key] = min(ages.get(key, entry["age"]), entry["age"])
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
-    return State(max(whole)[0], found[max(whole)]) if whole else None
+    fit = [key for key in whole if key[0] <= reported[key[1]] + 1 and key[:2] not in aside]
+    return State(*max(fit)[:2], found[max(fit)], ages[max(fit)[:2]]) if fit else None
 
 
 def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
@@ -91,6 +105,7 @@ class Checkpoints:
         self._log = log
         self._last = time.monotonic()
         self._step = -1
+        self.aside: set[tuple[int, int]] = set()  # states, by step and run, that could not be loaded
         self._thread: threading.Thread | None = None
 
     def save_if_due(self, links: Sequence[Link]) -> None:
@@ -114,7 +129,7 @@ class Checkpoints:
         try:
             for do in ("hold", "pin"):
                 answers({link.host: link.ask(do) for link in links}, _HOLD_SECONDS)
-            state = find_state(links, PINNED)
+            state = find_state(links, PINNED, self.aside)
             if state is None:
                 return "no state of the hosts is whole"
             if state.step != self._step:

@@ -41,13 +41,16 @@ from autovaruna.elastic.job_folder import (
     FULL,
     HOLD,
     LEAVE,
+    NUM_RANKS,
     PINNED,
     RECORD,
+    REFUSED,
     Progress,
     RankPart,
     attempt_folder,
     clear_slot,
     folders_in,
+    number_in,
     read_part,
     read_predicted,
     read_work,
@@ -71,6 +74,7 @@ class Attempt:
     """The run of the job that goes on now; `buddy` is the keeper that gets copies: its address, port and name."""
 
     number: int
+    num_ranks: int
     buddy: tuple[str, int, str] | None
 
 
@@ -85,6 +89,7 @@ class Keeper:
         self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
+        self._kept: int | None = None  # the newest step of earlier runs, which no run has come to; None: none is kept
         self.port = Server(own, self._answer).port
         self._copies: dict[Path, Path] = {}
         self._gone: dict[str, float] = {}
@@ -92,20 +97,24 @@ class Keeper:
 
     # what the manager asks for
 
-    def begin(self, number: int, buddy: list[Any] | None) -> None:
+    def begin(self, number: int, num_ranks: int, buddy: list[Any] | None) -> None:
         """Gets ready for an attempt, and ends what is left here of earlier ones."""
         for folder in folders_in(self.folder, "attempt-") if self._attempt is None else ():  # of a keeper before
             if _number_of(folder) < number:
                 self.end(_number_of(folder), "")
-        attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
-        for name in (LEAVE, HOLD, FULL):
+        folder = attempt_folder(self.folder, number)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if number_in(folder / NUM_RANKS) != num_ranks:
+            (folder / NUM_RANKS).write_text(str(num_ranks))
+        self._kept = self._newest_before(number)
+        for name in (LEAVE, HOLD, FULL, REFUSED):
             (self.folder / name).unlink(missing_ok=True)
         self._first_kills = memory_kills()
         self._copied = None
         self._copies.clear()
         self._gone = {}
         to = None if buddy is None else (str(buddy[0]), int(buddy[1]), str(buddy[2]))
-        self._attempt = attempt = Attempt(number, to)
+        self._attempt = attempt = Attempt(number, num_ranks, to)
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
@@ -127,7 +136,9 @@ class Keeper:
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
+            "kept": self._kept,
             "is_full": (self.folder / FULL).exists(),
+            "refused": (self.folder / REFUSED).read_text() if (self.folder / REFUSED).exists() else "",
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
             "memory_kills": memory_kills() - self._first_kills,
         }
@@ -183,11 +194,14 @@ class Keeper:
         return [slot for attempt in attempts for rank in folders_in(attempt, "") for slot in slots_of(rank)]
 
     def _entry(self, slot: Path) -> dict[str, Any] | None:
-        part = read_part(slot)
-        if part is None or not part.is_intact(slot):
+        part, number = read_part(slot), _number_of(slot.parent.parent)
+        folder = attempt_folder(self.folder, number)
+        if part is None or part.num_ranks != number_in(folder / NUM_RANKS) or not part.is_intact(slot):
             return None
-        attempt, place = _number_of(slot.parent.parent), str(slot.relative_to(self.folder))
-        return {"attempt": attempt, "place": place, "part": asdict(part)}
+        reports = filter(None, map(Progress.read, folders_in(folder, "rank-")))
+        reported = max((max(its.steps, *its.snapshots) for its in reports), default=-1)
+        place, age = str(slot.relative_to(self.folder)), time.time() - (slot / RECORD).stat().st_mtime
+        return {"attempt": number, "reported": reported, "place": place, "age": age, "part": asdict(part)}
 
     def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
         """Puts a state together for the next ranks: texts by name, where files of this host are, and `Pointer`s."""
@@ -201,13 +215,19 @@ class Keeper:
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
 
-    def drop(self, before: int, but: int = 0) -> None:
-        """Removes the files of earlier attempts, but for one, and the state that was put together from them."""
+    def drop(self, before: int, step: int) -> None:
+        """Removes the files of earlier attempts, those apart that hold a newer step, and what was put together."""
         for folder in folders_in(self.folder, "attempt-"):
-            if _number_of(folder) < before and _number_of(folder) != but:
+            if _number_of(folder) < before and _newest_in(folder) <= step:
                 shutil.rmtree(folder, ignore_errors=True)
+        self._kept = self._newest_before(before)
         shutil.rmtree(self.folder / "restore", ignore_errors=True)
         self._plan_ahead()
+
+    def _newest_before(self, number: int) -> int | None:
+        """Returns the newest step that earlier attempts hold here, -1 if nothing; None: there are none."""
+        earlier = [each for each in folders_in(self.folder, "attempt-") if _number_of(each) < number]
+        return max(map(_newest_in, earlier), default=None)
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
@@ -289,7 +309,10 @@ class Keeper:
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
     def _receive_part(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        part = read_record(request["part"], RankPart)
+        part, attempt = read_record(request["part"], RankPart), self._attempt
+        is_expected = attempt is not None and request["attempt"] == attempt.number
+        if not is_expected or part.num_ranks != attempt.num_ranks or not 0 <= part.rank < part.num_ranks:
+            raise ValueError("it is not of this run")
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._slot_of_copy(folder)
         clear_slot(slot, part.files)
@@ -340,6 +363,12 @@ class Keeper:
 
 def _number_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
+
+
+def _newest_in(attempt: Path) -> int:
+    """Returns the newest step of which an attempt's folder has a part; -1: none."""
+    slots = (slot for rank in folders_in(attempt, "") for slot in slots_of(rank))
+    return max((part.step for part in map(read_part, slots) if part is not None), default=-1)
 
 
 def _newest_of(held: Collection[Sequence[int]]) -> int | None:

@@ -132,7 +132,17 @@ class Manager:
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held
         run.end([host for host in names if host not in outcome.lost])
+        if state is not None and not outcome.lost and (words := run.watch.refusal):
+            return self._put_aside(state, outcome, words)
         return outcome
+
+    def _put_aside(self, state: State, outcome: Outcome, words: str) -> Outcome:
+        """Returns the outcome of a run that could not load its state: the next older one is taken."""
+        self._checkpoints.aside.add(state.key)
+        self._gone = self._held
+        where = f"the state of step {state.step} in memory of {', '.join(state.hosts)}"
+        self._log.record("put_aside", f"{where} cannot be loaded, and is put aside: {words}", step=state.step)
+        return replace(outcome, status=None, error=0, killed=None)
 
     def _wait_for_hosts(self, seconds: float = 0.0) -> dict[str, int]:
         """Returns the hosts to run on, once there are enough, and some seconds have passed."""
@@ -162,7 +172,8 @@ class Manager:
         deadline, has_logged = time.monotonic() + self._morphing.state_wait_seconds, False
         while True:
             up = self._hosts.up()
-            state, missing = find_state(list(up.values())), sorted(self._hosts.links.keys() - up.keys())
+            state = find_state(list(up.values()), aside=self._checkpoints.aside)
+            missing = sorted(self._hosts.links.keys() - up.keys())
             if self._gone == self._held or (state is not None and state.step >= self._held[0]):
                 return state
             if is_over := not missing or time.monotonic() > deadline:

@@ -70,8 +70,8 @@ class JobRun:
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
-        hosts.begin(self._own, self._number)
         self.job = MpiJob(options, grid, place, lambda rank, status: self._ended.put((rank, status)))
+        hosts.begin(self._own, self._number, self.job.num_ranks)
         self.job.start()
         assert options.morphing is not None
         self._start_seconds = options.morphing.start_seconds
@@ -82,12 +82,12 @@ class JobRun:
     ) -> Outcome:
         """Returns how the run ends; `since` is when the one before ended, `seconds` what the start took, by phase."""
         hosts, started = self._hosts, time.monotonic()
-        has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
+        has_stepped = has_dropped = False
         leaving: Outcome | None = None
         while True:
             hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
-            hosts.begin_anew(self._own, self._number)
+            hosts.begin_anew(self._own, self._number, self.job.num_ranks)
             if (outcome := self._fault(leaving)) is not None:
                 return outcome
             if not has_stepped and self.watch.num_steps > self._first_step:
@@ -96,9 +96,9 @@ class JobRun:
                 self._log.record("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
             if (step := self.watch.held_step(self._own)) >= 0:
                 self.held = max(self.held, (step, self._number))
-                if kept != self.held[1]:
-                    kept = self.held[1]
-                    hosts.ask(hosts.links, "drop", before=self._number, but=kept)
+                due = [host for host in hosts.links if not has_dropped or hosts.keeps_older(host, step)]
+                hosts.ask(due, "drop", before=self._number, step=step)
+                has_dropped = True
                 hosts.release(self._own)
                 checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
             if signals and self._asked != signal.SIGTERM:

@@ -13,7 +13,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from autovaruna.elastic.job_folder import (
     Reporter,
     clear_slot,
     folders_in,
+    number_in,
     record_full,
     slots_of,
     write_record,
@@ -95,9 +95,7 @@ class Snapshots:
         """Whether another host has the latest snapshot of this one's ranks, where there are others."""
         if self._place.num_hosts == 1 or self._latest is None:
             return True
-        with suppress(OSError, ValueError):
-            return int((self._folder.parent / COPIED).read_text()) >= self._latest
-        return False
+        return number_in(self._folder.parent / COPIED) >= self._latest
 
     @property
     def is_to_leave(self) -> bool:

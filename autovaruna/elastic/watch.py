@@ -132,6 +132,11 @@ class JobWatch:
         return any(state["newest"] is not None for state in self._states.values())
 
     @property
+    def refusal(self) -> str:
+        """Why ranks of this run could not load the state that they were to go on from; empty: they could."""
+        return next((state["refused"] for state in self._states.values() if state["refused"]), "")
+
+    @property
     def full_hosts(self) -> list[str]:
         """The hosts that have no room for what their ranks, or others, keep in memory."""
         return sorted(host for host, state in self._states.items() if state["is_full"])

@@ -22,7 +22,8 @@ import pytest
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.host_processes import processes_with
-from autovaruna.elastic.job_folder import RankPart, write_record
+from autovaruna.elastic.job_folder import RankPart, Reporter, write_record
+from autovaruna.elastic.job_state import find_state
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
 from autovaruna.errors import CheckpointError
@@ -50,11 +51,11 @@ def read(link: Link, place: str, authority: Authority = AUTHORITY, host: str = "
         return connection.recv_bytes()
 
 
-def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights") -> RankPart:
+def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights", num_ranks: int = 2) -> RankPart:
     """Writes a part and returns what it is."""
     slot.mkdir(parents=True)
     record = write_file(slot / "weights", [np.frombuffer(text, np.uint8)], is_new=True)
-    part = RankPart({"weights": record}, {}, 0, {}, step, rank, 2, {})
+    part = RankPart({"weights": record}, {}, 0, {}, step, rank, num_ranks, {})
     write_record(slot, part)
     return part
 
@@ -106,10 +107,10 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
         open_bytes(place).__enter__()
 
 
-def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytearray:
+def send(link: Link, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
     """Returns what a keeper answers to whoever sends a copy of a part."""
     with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
-        connection.send_bytes(json.dumps({"part": part, "attempt": 4}).encode())
+        connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
         for piece in pieces:
             connection.send_bytes(piece)
         return connection.recv_bytes()
@@ -117,6 +118,7 @@ def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytearray:
 
 def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     part = part_in(tmp_path / "slot")
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
     assert send(link, asdict(part), [b"wei", b"ghts"]) == b"taken"
     ((found),) = link.ask("inventory").result(10.0)
     assert found["attempt"] == 4 and found["place"].startswith("attempt-00004/copy-00001/slot-")
@@ -124,6 +126,9 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     for pieces in ([b"weighty"], [b"weights too long"]):
         with pytest.raises(REFUSED):
             send(link, asdict(replace(part, step=5)), pieces)
+    for attempt, changed in ((3, part), (5, part), (4, replace(part, num_ranks=1, rank=0)), (4, replace(part, rank=2))):
+        with pytest.raises(REFUSED):
+            send(link, asdict(replace(changed, step=10**9)), [b"weights"], attempt)
     for name in ("../weights", "/weights", "a/b", ".."):
         with pytest.raises(REFUSED):
             send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
@@ -131,7 +136,18 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
 
 
+def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link, tmp_path: Path) -> None:
+    """Once, a part of step 10^9, of rank 0 of 1, was the newest state, and was written over a checkpoint."""
+    attempt = tmp_path / "job" / "attempt-00001"
+    link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
+    Reporter(attempt / "rank-00000").begin_call(7, False, 0.0)
+    for number, (step, num_ranks) in enumerate([(6, 1), (7, 1), (10**9, 1), (8, 2)]):
+        part_in(attempt / f"copy-0000{number}" / "slot-0", rank=0, step=step, num_ranks=num_ranks)
+    assert [find_state([link], aside=aside).key for aside in ((), {(7, 1)})] == [(7, 1), (6, 1)]
+
+
 def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: Path) -> None:
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     pointer = asdict(Pointer("h2", 5, "h2", "there"))
     own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
@@ -142,9 +158,9 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
         link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
-    link.ask("drop", before=3, but=1).result(10.0)
-    assert (tmp_path / "job" / "attempt-00001").exists(), "it has the newest step"
-    link.ask("drop", before=2).result(10.0)
+    link.ask("drop", before=2, step=2).result(10.0)
+    assert (tmp_path / "job" / "attempt-00001").exists(), "it has a newer step"
+    link.ask("drop", before=2, step=3).result(10.0)
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
 
 
@@ -154,16 +170,18 @@ def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, t
         slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
         slot.mkdir(parents=True)
         (slot / "weights").symlink_to("/dev/full")
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
     with pytest.raises(REFUSED):
         send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
     wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
-    link.ask("begin", number=5, buddy=None).result(10.0)
+    link.ask("begin", number=5, num_ranks=1, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
 
 
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(slots[0], step=6)
     part_in(slots[1], step=7)
     (slots[1] / "weights").write_bytes(b"weighed")
@@ -171,6 +189,7 @@ def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     second = Link("localhost", settings_of(tmp_path / "job"))
     second.wait(20.0)
@@ -225,9 +244,10 @@ def test_what_a_host_holds_goes_to_the_keeper_that_comes_in_time(tmp_path: Path)
             for attempt in (1, 2)
         ]
         part_in(slot)
+        (folder / "attempt-00001" / "ranks").write_text("2")
         with keeper(folder) as link:
             assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
-            link.ask("begin", number=2, buddy=None).result(10.0)
+            link.ask("begin", number=2, num_ranks=1, buddy=None).result(10.0)
             assert ranks[0].wait(10.0) == -signal.SIGKILL, "what is left of a run before is ended"
             assert ranks[1].poll() is None, "the run goes on of which a keeper alone was lost"
         assert not folder.exists()

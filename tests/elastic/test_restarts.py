@@ -146,6 +146,33 @@ def test_a_rank_that_is_killed_at_the_same_step_again_and_again_ends_the_job(tmp
     assert said.count("has not called model.resume()") == 1 and said.count("step 4\n") == 3, said
 
 
+SPOILS = (
+    RESUMES
+    + """
+    if step == 9 and not os.path.exists("spoilt"):
+        import json, pathlib
+        parts = pathlib.Path(json.loads(os.environ["VARUNA_JOB"])["folder"]).glob("attempt-*/rank-*/slot-*/part.json")
+        newest = max(parts, key=lambda part: json.loads(part.read_text())["step"])
+        open("spoilt", "w").write(str(json.loads(newest.read_text())["step"]))
+        newest.write_text(newest.read_text().replace('"weight"', '"height"'))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def test_a_state_that_cannot_be_loaded_is_put_aside_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    """Once, the job failed three times, was given up, and that state had taken the place of the newest checkpoint."""
+    with started(tmp_path, SPOILS, "--checkpoints", str(tmp_path / "saved"), num_ranks=1) as job:
+        said = read_until(job, "put aside")
+        said += read_until(job, "[0] step 12")
+        job.send_signal(signal.SIGTERM)
+        said += job.communicate(timeout=60)[0]
+    spoilt = int((tmp_path / "spoilt").read_text())
+    firsts = [int(text.split()[0].rstrip(",")) for text in said.split("goes on from step ")[1:]]
+    assert firsts[0] == spoilt > firsts[1] > 0 and said.count("is put aside") == 1, said
+    assert job.returncode == 75 and len(list((tmp_path / "saved").glob("step-*"))) == 1, said
+
+
 def test_a_job_goes_on_from_memory_and_says_75_only_of_what_can_be_loaded(tmp_path: Path) -> None:
     """Its manager is killed; then a signal comes, and another one while another job has the folder of checkpoints.
 
