@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -58,6 +59,7 @@ class Hosts:
         self._left_out: dict[str, float] = {}  # until when hosts are, that have failed
         self._failed: dict[str, float] = {}  # for how long each was left out last
         self._probes: dict[str, Probe] = {}
+        self._told: set[tuple[str, ...]] = set()
         self._begun: list[Link] = []
         self._machine_time = _time_of(options.machine_list)
         self._times_of_notices: dict[str, int] = {}
@@ -77,15 +79,22 @@ class Hosts:
             if time.monotonic() > deadline:
                 break
             time.sleep(LOOK_SECONDS)
-        failed = {host: link.words or "it does not answer" for host, link in self.links.items() if not link.is_up}
+        words = {host: link.fault or link.words or "it does not answer" for host, link in self.links.items()}
+        failed = {host: words[host] for host, link in self.links.items() if link.fault or not link.is_up}
         if failed and not self.can_do_without(failed):
-            words = "; ".join(f"{host}: {text}" for host, text in failed.items())
+            each = "; ".join(f"{host}: {text}" for host, text in failed.items())
             raise ConfigError(
-                f"no keeper can be started on {', '.join(failed)} ({words}). Expected machines that ssh reaches "
+                f"no keeper can be started on {', '.join(failed)} ({each}). Expected machines that ssh reaches "
                 f"without a password, each with {sys.executable} and a folder {self._options.memory} to write to"
             )
-        for host, text in failed.items():
-            self._log.record("unreachable", f"host {host} cannot be used: {text}", host=host)
+        for host in failed:
+            self._tell_unusable(host, words[host])
+
+    def _tell_unusable(self, host: str, words: str) -> None:
+        """Tells once why a host cannot be used."""
+        if words and (host, words) not in self._told:
+            self._told.add((host, words))
+            self._log.record("unreachable", f"host {host} cannot be used: {words}", host=host)
 
     def _open(self, host: str) -> None:
         own: dict[str, Any] = {"file": str(self._own_file)} if is_this_machine(host) else {}
@@ -94,7 +103,8 @@ class Hosts:
 
     def usable(self) -> dict[str, int]:
         """Returns the hosts that the job can run on now, with their ranks."""
-        left = self.up().keys() - self.noticed.keys() - self._left_out.keys()
+        up = {host for host, link in self.up().items() if not link.fault}
+        left = up - self.noticed.keys() - self._left_out.keys()
         fit = {host: count for host, count in self.listed.items() if host in left}
         quick = {host: count for host, count in fit.items() if not self.slow.leaves_out(host)}
         if len(quick) == len(fit) or sum(quick.values()) >= max(1, self._options.min_ranks):
@@ -136,12 +146,14 @@ class Hosts:
             if link is None:
                 self._open(host)
             elif link.is_gone:
+                self._tell_unusable(host, "" if link.port else link.words)
                 delay = self._delays.get(host, 0.0)
                 if now - link.began > delay:
                     self._delays[host] = min(_MOST_AGAIN_SECONDS, max(_AGAIN_SECONDS, 2 * delay))
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
+                self._tell_unusable(host, link.fault or link.report.get("standby_fault", ""))
             elif now - link.began > self._options.start_seconds:
                 link.cut()
         self._try_left_out(now)
@@ -153,6 +165,22 @@ class Hosts:
             time.sleep(LOOK_SECONDS)
         return [host for host, probe in probes.items() if not probe.worked]
 
+    def find_apart(self, hosts: Collection[str]) -> dict[str, str]:
+        """Returns the fewest hosts without which all others reach each other, as far as found, each with why."""
+        links = [self.links[host] for host in hosts if host in self.links and self.links[host].is_answering]
+        places = [(link.host, link.address, link.port) for link in links]
+        asked = {
+            link.host: link.ask("reach", others=[each for each in places if each[0] != link.host]) for link in links
+        }
+        faults = {(one, other): why for one, its in answers(asked, END_SECONDS).items() for other, why in its.items()}
+        found: dict[str, str] = {}
+        while left := [pair for pair in faults if not found.keys() & set(pair)]:
+            counts = Counter(host for pair in left for host in pair)
+            worst = max(reversed([link.host for link in links]), key=lambda host: counts[host])
+            one, other = next(pair for pair in left if worst in pair)
+            found[worst] = f"{one} does not reach {other} ({faults[one, other]})"
+        return found
+
     def _probe(self, host: str) -> Probe:
         return Probe(host, self._options.start_seconds / 3)
 
@@ -163,7 +191,7 @@ class Hosts:
                 self._probes[host] = self._probe(host)
             elif host in self._probes and (worked := self._probes[host].worked) is not None:
                 del self._probes[host]
-                if worked:
+                if worked and not self.find_apart({host, *(link.host for link in self._begun)}):
                     del self._left_out[host]
                 else:
                     self.leave_out(host, "no rank can be started on it")
@@ -249,6 +277,15 @@ class Hosts:
         """Sends a request to the keepers of those hosts that have one."""
         return {host: self.links[host].ask(do, **arguments) for host in hosts if host in self.links}
 
+    def record_copy_faults(self, hosts: Iterable[str]) -> None:
+        """Records, once for each reason, of which hosts no copies arrive at another one that is there."""
+        for host in hosts:
+            to, why = self.links[host].report.get("copy_fault") or ("", "") if host in self.links else ("", "")
+            if to in self.links and self.links[to].is_answering and (host, to, why) not in self._told:
+                self._told.add((host, to, why))
+                text = f"no copies of {host} arrive at {to}: {why}. What {host} has in memory is lost with it"
+                self._log.record("copies", text, host=host, to=to)
+
     def keeps_older(self, host: str, step: int) -> bool:
         """Says whether a host still keeps of earlier runs what is no newer than a step."""
         kept = self.links[host].report.get("kept")
@@ -299,14 +336,14 @@ class Hosts:
             if not is_this_machine(host):
                 self.links.pop(host).quit()
 
-    def close(self) -> None:
-        """Ends all keepers, which remove what is the job's."""
+    def close(self, keeps: bool = False) -> None:
+        """Ends all keepers, which remove what is the job's, or keep it for as long as without a manager."""
         self._is_over.set()
         for probe in self._probes.values():
             probe.end()
         for link in self.links.values():
-            link.quit()
-        for link in self.links.values():
+            link.quit(keeps)
+        for link in () if keeps else self.links.values():
             link.wait(END_SECONDS)
 
 

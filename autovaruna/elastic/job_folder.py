@@ -5,7 +5,7 @@
                              slot-0, slot-1  its part of a snapshot each: files, and a record that names them
                   copy-00002/slot-0, slot-1  the same of a rank of another host
                   copied                   the newest step of which another host has copies
-                  ranks                    how many there are in this run
+                  ranks, alone             how many there are in this run; see below
     pinned/                                links to parts that are written to disk
     restore/                               the state for the next ranks, in the form of a checkpoint
     leave, hold, full, ahead.json, refused see below
@@ -36,6 +36,7 @@ LEAVE, HOLD = "leave", "hold"  # ranks are to end at a step's border; to write n
 FULL = "full"  # the host has no room for snapshots
 REFUSED = "refused"  # why a rank could not load the state that it was to go on from
 AHEAD = "ahead.json"  # a rank asks for plans for fewer ranks
+ALONE = "alone"  # in an attempt's folder: no copies arrive on the other host, and ranks do not wait for them
 COPIED, NUM_RANKS, PINNED, RECORD = "copied", "ranks", "pinned", "part.json"
 _PROGRESS, _PREDICTED = "progress", "predicted.json"
 _FORMAT = struct.Struct("<QQ?Q?d?2q")

@@ -21,6 +21,7 @@ from autovaruna.elastic.notices import EventLog
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0
 _WRITE_SECONDS = 3600.0
+_WORD_SECONDS = 30.0
 _NUM_KEPT = 2  # checkpoints that stay in the folder
 
 
@@ -117,14 +118,32 @@ class Checkpoints:
         self._thread = threading.Thread(target=self.save, args=(links,), daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+    def finish(self, links: Sequence[Link] | None, most_seconds: float) -> str:
+        """Waits for what is being written, and writes the newest state of hosts, if they are given; says so meanwhile.
+
+        Returns why that failed, or took too long, empty if it did not.
+        """
+        deadline, faults = time.monotonic() + most_seconds, [""]
+        before = self._thread
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            if links is not None:
+                faults[0] = self.save(links)
+
+        self._thread = threading.Thread(target=write, daemon=True)
+        self._thread.start()
+        while (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(left, _WORD_SECONDS))
+            if not self._thread.is_alive():
+                return faults[0]
+            self._log.record("waiting", f"waiting for {self._folder} to take a checkpoint, for {left:.0f} s at most")
+        self._log.record("waiting", fault := f"{self._folder} has not taken the checkpoint within {most_seconds:g} s")
+        return fault
 
     def save(self, links: Sequence[Link]) -> str:
         """Writes the newest state that some hosts have; returns, and records, why that failed, empty if it did not."""
-        self.wait()
         assert self._folder is not None
         try:
             for do in ("hold", "pin"):

@@ -34,9 +34,11 @@ from autovaruna.elastic.host_processes import (
     memory_kills,
     processes_with,
     state_of,
+    versions,
 )
 from autovaruna.elastic.job_folder import (
     AHEAD,
+    ALONE,
     COPIED,
     FULL,
     HOLD,
@@ -64,6 +66,8 @@ from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, Server, 
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
+_HICCUP_SECONDS = 0.5
+_ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
 _PAGE_BYTES = 4096
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
@@ -81,14 +85,16 @@ class Attempt:
 class Keeper:
     """The part of a job that a host keeps in a folder in memory; `file` is one more file to remove at the job's end."""
 
-    def __init__(self, folder: Path, own: Credentials, has_standby: bool, file: str = "") -> None:
+    def __init__(self, folder: Path, own: Credentials, standby: StandbyProcess | None, file: str = "") -> None:
         self.folder = folder
         self._own = own
         self._file = file
-        self._is_ready = not has_standby
+        self._standby, self._is_ready = standby, standby is None
         self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
+        self._copy_fault = ""
+        self._copied_at = 0.0  # when all that there was had been copied last, on the monotonic clock
         self._kept: int | None = None  # the newest step of earlier runs, which no run has come to; None: none is kept
         self.port = Server(own, self._answer).port
         self._copies: dict[Path, Path] = {}
@@ -110,7 +116,8 @@ class Keeper:
         for name in (LEAVE, HOLD, FULL, REFUSED):
             (self.folder / name).unlink(missing_ok=True)
         self._first_kills = memory_kills()
-        self._copied = None
+        self._copied, self._copy_fault, self._copied_at = None, "", time.monotonic()
+        (folder / ALONE).unlink(missing_ok=True)
         self._copies.clear()
         self._gone = {}
         to = None if buddy is None else (str(buddy[0]), int(buddy[1]), str(buddy[2]))
@@ -136,9 +143,12 @@ class Keeper:
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
+            "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and self._is_late else None,
+            "is_alone": attempt is not None and (attempt_folder(self.folder, attempt.number) / ALONE).exists(),
             "kept": self._kept,
             "is_full": (self.folder / FULL).exists(),
             "refused": (self.folder / REFUSED).read_text() if (self.folder / REFUSED).exists() else "",
+            "standby_fault": self._standby.fault if self._standby and not self._is_ready else "",
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
             "memory_kills": memory_kills() - self._first_kills,
         }
@@ -280,6 +290,7 @@ class Keeper:
 
     def _copy_on(self, attempt: Attempt) -> None:
         """Copies each step to another host until the attempt is over, and tells the ranks which step is there."""
+        alone = attempt_folder(self.folder, attempt.number) / ALONE
         while self._attempt is attempt:
             try:
                 assert attempt.buddy is not None
@@ -287,10 +298,21 @@ class Keeper:
                 with connect(address, port, self._own, name) as connection:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
+                        self._copied_at = time.monotonic()
+                        alone.unlink(missing_ok=True)
                         time.sleep(_LOOK_SECONDS)
-            except (OSError, EOFError, ValueError) as error:  # the other host is gone, or slow: the manager knows
+            except (OSError, EOFError, ValueError) as error:  # if the other host is gone, the manager knows
                 record_full(self.folder, error)
+                self._copy_fault = str(error)
+                if time.monotonic() > self._copied_at + _ALONE_SECONDS and self._attempt is attempt:
+                    with suppress(OSError):
+                        alone.touch()
                 time.sleep(10 * _LOOK_SECONDS)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether copies have not arrived for longer than one hiccup takes."""
+        return bool(self._copy_fault) and time.monotonic() > self._copied_at + _HICCUP_SECONDS
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
         """Copies the newest step that all ranks of this host have, unless that is done."""
@@ -310,8 +332,8 @@ class Keeper:
 
     def _receive_part(self, connection: Connection, request: Mapping[str, Any]) -> None:
         part, attempt = read_record(request["part"], RankPart), self._attempt
-        is_expected = attempt is not None and request["attempt"] == attempt.number
-        if not is_expected or part.num_ranks != attempt.num_ranks or not 0 <= part.rank < part.num_ranks:
+        own = None if attempt is None else (attempt.number, attempt.num_ranks)
+        if (request["attempt"], part.num_ranks) != own or not 0 <= part.rank < part.num_ranks:
             raise ValueError("it is not of this run")
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._slot_of_copy(folder)
@@ -337,6 +359,21 @@ class Keeper:
         return min(slots, key=lambda each: -1 if (its := read_part(each)) is None else its.step)
 
     # other keepers and ranks
+
+    def reach(self, others: Sequence[Sequence[Any]]) -> dict[str, str]:
+        """Returns why keepers of other hosts, each by its name, address and port, cannot be reached from this one."""
+
+        def try_one(other: Sequence[Any]) -> str:
+            name, address, port = other
+            try:
+                connect(address, port, self._own, name).close()
+            except OSError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(16) as pool:
+            found = zip(others, pool.map(try_one, others), strict=True)
+            return {name: fault for (name, _, _), fault in found if fault}
 
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         if "part" in request:
@@ -365,9 +402,9 @@ def _number_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
-def _newest_in(attempt: Path) -> int:
-    """Returns the newest step of which an attempt's folder has a part; -1: none."""
-    slots = (slot for rank in folders_in(attempt, "") for slot in slots_of(rank))
+def _newest_in(attempt: Path, prefix: str = "") -> int:
+    """Returns the newest step of which an attempt's folder has a part, of ranks or also copies; -1: none."""
+    slots = (slot for rank in folders_in(attempt, prefix) for slot in slots_of(rank))
     return max((part.step for part in map(read_part, slots) if part is not None), default=-1)
 
 
@@ -439,6 +476,15 @@ class StandardStreams:
         os._exit(1)
 
 
+def _faults_of_host(settings: Mapping[str, Any]) -> str:
+    """Says why the script cannot run here as it does where the manager is; empty: nothing is known of that."""
+    own = versions()
+    wanted = settings.get("versions", own).items()
+    found = [f"{name} {own[name] or 'is missing'}, {its} expected" for name, its in wanted if own[name] != its]
+    missing = [f"there is no {file}" for file in settings.get("files", ()) if not os.path.exists(file)]
+    return "; ".join(found + missing)
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Removes the folders, beside a job's, of jobs of this user all of whose processes were killed on this host."""
     prefix, _, _ = folder.name.rpartition("-")
@@ -468,12 +514,13 @@ def main() -> None:
     with open(folder / CREDENTIALS, "r+b" if (folder / CREDENTIALS).exists() else "wb") as file:
         file.write(shown)
     _remove_abandoned(folder)
-    if settings["standby"]:
-        StandbyProcess(folder, settings.get("libraries", ()))
-    keeper = Keeper(folder, own, settings["standby"], settings.get("file", ""))
+    standby = StandbyProcess(folder, settings.get("libraries", ())) if settings["standby"] else None
+    keeper = Keeper(folder, own, standby, settings.get("file", ""))
     line = StandardStreams(keeper, lock)
-    newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
-    line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
+    attempts = folders_in(folder, "attempt-")
+    held = max(((_newest_in(each, "rank-"), _number_of(each)) for each in attempts), default=(-1, 0))
+    newest, faults = max(map(_number_of, attempts), default=0), _faults_of_host(settings)
+    line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest, "held": held, "fault": faults})
     keep_seconds = settings["keep_seconds"]
     threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
     if not line.follow():

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,21 @@ class Address:
     process: int
     job: str
     folder: str
+    attempt: int = 0  # the newest run
+    asked: Mapping[str, str] = field(default_factory=dict)  # what the job was started with, beside its name
 
     @property
     def reached_at(self) -> str:
         """A name of its host, which may be one that nobody can look up."""
         return "localhost" if self.host == socket.gethostname() else self.host
+
+    def write(self, path: Path) -> None:
+        """Writes the file, if there is a HOME that can be written to; else there are no notices from elsewhere."""
+        before = os.umask(0o077)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(path, json.dumps(vars(self)), is_synced=False)
+        os.umask(before)
 
     @property
     def is_dead(self) -> bool:
@@ -75,11 +85,18 @@ def new_address_file() -> Path:
 
 @contextmanager
 def receiving_notices(
-    path: Path, record: Callable[[str, float], str], authority: Authority, job: str, folder: str
-) -> Iterator[None]:
-    """Receives notices within the context, by an address in a file; it stays if the manager is killed.
+    path: Path,
+    record: Callable[[str, float], str],
+    authority: Authority,
+    job: str,
+    folder: str,
+    asked: Mapping[str, str],
+    known: Address | None,
+) -> Iterator[Address]:
+    """Receives notices within the context, by an address in a file, which stays if the manager is killed.
 
-    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
+    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none. `known` is
+    what an earlier manager of the job has left, whose place this one takes.
     """
 
     def answer(connection: Connection, request: Mapping[str, Any]) -> None:
@@ -87,14 +104,11 @@ def receiving_notices(
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
     port = Server(authority.credentials(_MANAGER), answer).port
-    address = Address(socket.gethostname(), port, authority.key, os.getpid(), job, folder)
-    before = os.umask(0o077)
-    with suppress(OSError):  # without a HOME that can be written to, there are no notices from elsewhere
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(path, json.dumps(vars(address)), is_synced=False)
-    os.umask(before)
+    attempt = 0 if known is None else known.attempt
+    address = Address(socket.gethostname(), port, authority.key, os.getpid(), job, folder, attempt, asked)
+    address.write(path)
     try:
-        yield
+        yield address
     finally:
         path.unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
 from autovaruna.elastic.job_folder import (
+    ALONE,
     COPIED,
     HOLD,
     LEAVE,
@@ -95,7 +96,8 @@ class Snapshots:
         """Whether another host has the latest snapshot of this one's ranks, where there are others."""
         if self._place.num_hosts == 1 or self._latest is None:
             return True
-        return number_in(self._folder.parent / COPIED) >= self._latest
+        folder = self._folder.parent
+        return number_in(folder / COPIED) >= self._latest or (folder / ALONE).exists()
 
     @property
     def is_to_leave(self) -> bool:

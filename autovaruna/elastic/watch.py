@@ -18,6 +18,7 @@ _TIMES_LONGEST = 20.0
 _LEAST_WORK_SECONDS = 5e-3  # of a step; what takes less varies by more than slow ranks do
 _STOPPED_SECONDS = 4.0  # how long a process may be stopped, as by a debugger that comes and goes
 _MOST_NAMES = 4
+_UNKNOWN = {"newest": None, "copied": None, "is_alone": False}
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,11 @@ class JobWatch:
         return not self.full_hosts and any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
 
     def held_step(self, hosts: Collection[str]) -> int:
-        """Returns the newest step that hosts have whole, each of several with a copy of another's; -1: none."""
-        states = [self._states.get(host, {"newest": None, "copied": None}) for host in hosts]
-        steps = [its["newest"] if len(states) == 1 else its["copied"] and its["copied"][1] for its in states]
+        """Returns the newest step that hosts have whole, each of several with a copy of another's, if any; -1: none."""
+        states = [self._states.get(host, _UNKNOWN) for host in hosts]
+        alone = [len(states) == 1 or its["is_alone"] for its in states]
+        copied = [its["copied"] and its["copied"][1] for its in states]
+        steps = [its["newest"] if is_alone else step for its, is_alone, step in zip(states, alone, copied, strict=True)]
         return min((-1 if step is None else int(step) for step in steps), default=-1)
 
     def hang(self) -> Hang | None:

@@ -22,10 +22,11 @@ import pytest
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.host_processes import processes_with
-from autovaruna.elastic.job_folder import RankPart, Reporter, write_record
+from autovaruna.elastic.job_folder import ALONE, RankPart, Reporter, write_record
 from autovaruna.elastic.job_state import find_state
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
+from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.tls import Authority, connect
 from tests.elastic.keepers import AUTHORITY, keeper, settings_of
@@ -177,6 +178,30 @@ def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, t
     wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
     link.ask("begin", number=5, num_ranks=1, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
+
+
+def test_copies_that_do_not_arrive_are_told_with_their_reason_and_ranks_go_on_without(
+    link: Link, tmp_path: Path
+) -> None:
+    """Once, where hosts had no names, the first snapshot was the last, and no checkpoint was written."""
+    link.ask("begin", number=1, num_ranks=1, buddy=["nowhere.invalid", 1, "h2"]).result(10.0)
+    reporter = Reporter(tmp_path / "job" / "attempt-00001" / "rank-00000")
+    reporter.record_snapshot(0, 3)
+    wait_for(lambda: link.ask("ping").result(10.0)["copy_fault"], "a fault", 30.0)
+    to, why = link.ask("ping").result(10.0)["copy_fault"]
+    assert to == "h2" and "nowhere.invalid" in why
+    watch = JobWatch(1)
+    watch.record("h1", link.ask("ping").result(10.0))
+    assert watch.held_step(["h1", "h2"]) == -1
+    wait_for(lambda: (tmp_path / "job" / "attempt-00001" / ALONE).exists(), "ranks that do not wait", 60.0)
+    watch.record("h1", link.ask("ping").result(10.0))
+    assert watch.held_step(["h1"]) == 3
+
+
+def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
+    others = [["localhost", "127.0.0.1", link.port], ["h2", "127.0.0.1", link.port], ["h3", "nowhere.invalid", 1]]
+    found = link.ask("reach", others=others).result(30.0)
+    assert found.keys() == {"h2", "h3"}, "another host, and none"
 
 
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:

@@ -104,6 +104,26 @@ def test_snapshots_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         assert files and all(path.stat().st_nlink == 1 for path in files)
 
 
+class HangingDisk(Link):
+    """The link to a keeper whose disk takes for ever."""
+
+    def ask(self, do: str, **arguments: Any) -> Future[Any]:
+        return Future() if do == "save" else super().ask(do, **arguments)
+
+
+def test_a_disk_that_hangs_is_waited_for_with_words_and_not_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "job"
+    with keeper(folder, kind=HangingDisk) as link:
+        link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
+        train(JobPlace(str(folder), 1), NUM_STEPS, 3)
+        checkpoints = Checkpoints(str(tmp_path / "checkpoints"), 1.0, EventLog(None))
+        assert "has not taken the checkpoint within 1 s" in checkpoints.finish([link], 1.0)
+    said = capsys.readouterr().err
+    assert f"waiting for {tmp_path / 'checkpoints'} to take a checkpoint" in said and "within 1 s" in said
+
+
 def test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     with keeper(folder) as link:
