@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autovaruna.checkpoint.folder import begin, commit
 from autovaruna.checkpoint.remote_file import Pointer
 from autovaruna.config.files import read_record
 from autovaruna.elastic.job_folder import PINNED, RankPart, small_files
@@ -164,12 +165,9 @@ class Checkpoints:
 
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
         """Has hosts write a state that they have pinned; returns the checkpoint's folder."""
-        from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
-        from autovaruna.checkpoint.save import commit
-
         chosen = [held[0] for _, held in sorted(state.held.items())]
         with ExitStack() as locks:
-            partial = folder.begin(Path(root).absolute(), state.step, locks)
+            partial = begin(Path(root).absolute(), state.step, locks)
             asked = []
             for host in {held.host for held in chosen}:
                 places = [held.place for held in chosen if held.host == host]

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from autovaruna.checkpoint.folder import words_of_newest
 from autovaruna.elastic.host_processes import versions
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
@@ -276,8 +277,6 @@ class Manager:
             if fault:
                 text = f"step {self._watch.num_steps} is gone with this job: {fault}"
                 if folder is not None:
-                    from autovaruna.checkpoint.source import words_of_newest  # with torch, as above
-
                     text += f". {words_of_newest(folder)}"
                 self._log.record("unsaved", text)
         self._log.record("end", f"{outcome.why}: status {status}", status=status)

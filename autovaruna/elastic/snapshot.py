@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.save import chunks_of, write_file
+from autovaruna.checkpoint.folder import write_file
+from autovaruna.checkpoint.save import chunks_of
 from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
 from autovaruna.elastic.job_folder import (
     ALONE,
