@@ -67,6 +67,7 @@ from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, Server, 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _HICCUP_SECONDS = 0.5
+_HURRY_SECONDS = 3.0  # that a connection for copies may take, so that a firewall is told of soon
 _ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
 _PAGE_BYTES = 4096
@@ -295,7 +296,7 @@ class Keeper:
             try:
                 assert attempt.buddy is not None
                 address, port, name = attempt.buddy
-                with connect(address, port, self._own, name) as connection:
+                with connect(address, port, self._own, name, _HURRY_SECONDS) as connection:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
                         self._copied_at = time.monotonic()

@@ -329,7 +329,7 @@ class Restarts:
         self._num_in_vain = 0 if is_further else self._num_in_vain + 1
         if is_further:
             self._ends.clear()
-        if outcome.unfit:
+        if outcome.unfit or outcome.is_asked:
             return ""
         now = time.monotonic()
         self._times.append(now)

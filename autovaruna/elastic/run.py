@@ -37,6 +37,7 @@ class Outcome:
     killed: tuple[int, int] | None = None  # the rank that a signal has ended, for whatever reason, and its step
     lost: tuple[str, ...] = ()  # hosts that do not answer any more
     unfit: tuple[str, ...] = ()  # hosts on which no rank can be started
+    is_asked: bool = False  # whether the job goes on elsewhere by wish: that is no start in vain
     began: float = field(default_factory=time.monotonic)  # when it was noticed
 
 
@@ -281,7 +282,7 @@ class JobRun:
         if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.signalled_hosts):
             return self._by_signal(-self._asked)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
-        return Outcome(why) if why else None
+        return Outcome(why, is_asked=True) if why else None
 
     def _unwanted_host(self) -> str:
         """Says which host of the run is to be left; empty: none."""

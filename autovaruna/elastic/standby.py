@@ -180,8 +180,8 @@ class StandbyProcess:
 
     @property
     def fault(self) -> str:
-        """What a process wrote last that has ended, as where torch is missing; empty: it has not."""
-        if self._process is None or self._process.poll() is None:
+        """What a process wrote last that has failed, as where torch is missing; empty: it has not."""
+        if self._process is None or (self._process.poll() or 0) <= 0:
             return ""
         lines = (self._folder / "standby.log").read_text(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), f"status {self._process.returncode}")

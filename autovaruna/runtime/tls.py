@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 MOST_BYTES = 8 << 20  # of one answer
-_CONNECT_SECONDS = 3.0
+_CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 10  # after so long without a sign of life of the other host, whoever reads or writes gets an error
 _STRANGER_SECONDS = 5.0
 _MOST_STRANGERS = 64  # connections that have not proved anything yet; one more, and the oldest of them is closed
@@ -147,13 +147,13 @@ class Connection:
         return data
 
 
-def connect(host: str, port: int, own: Credentials, name: str) -> Connection:
+def connect(host: str, port: int, own: Credentials, name: str, seconds: float = _CONNECT_SECONDS) -> Connection:
     """Returns a connection to the `Server` of a job's host of a `name`, whatever its address.
 
     Raises OSError if nobody is there, or it is another, with why.
     """
     try:
-        stream = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        stream = socket.create_connection((host, port), timeout=seconds)
         try:
             _expect_signs_of_life(stream)
             secure = _context(own, False).wrap_socket(stream, server_hostname=_identity(name))

@@ -227,6 +227,16 @@ def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link
         assert [each["part"]["step"] for each in third.ask("inventory").result(10.0)] == [3] and link.is_gone
 
 
+def test_a_host_on_which_the_script_cannot_run_says_why(tmp_path: Path) -> None:
+    """Once, one that was added and had no torch was passed over in silence."""
+    wanted = {"versions": {"torch": "0.1"}, "files": [str(tmp_path), "/nowhere/train.py"]}
+    link = Link("localhost", settings_of(tmp_path / "job") | wanted)
+    wait_for(lambda: link.is_up, "a keeper")
+    assert link.fault.endswith(", 0.1 expected; there is no /nowhere/train.py"), link.fault
+    link.quit()
+    link.wait(10.0)
+
+
 def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with keeper(tmp_path / "job", has_standby=True) as link:
         wait_for(lambda: link.is_ready, "a standby process", 40.0)
@@ -271,6 +281,7 @@ def test_what_a_host_holds_goes_to_the_keeper_that_comes_in_time(tmp_path: Path)
         part_in(slot)
         (folder / "attempt-00001" / "ranks").write_text("2")
         with keeper(folder) as link:
+            assert link.held == (3, 1), "for which others are waited that may have its other parts"
             assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
             link.ask("begin", number=2, num_ranks=1, buddy=None).result(10.0)
             assert ranks[0].wait(10.0) == -signal.SIGKILL, "what is left of a run before is ended"

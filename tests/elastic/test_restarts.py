@@ -41,9 +41,21 @@ def killed(rank: int = 1, step: int = 7) -> Outcome:
         (100, [(killed(), step) for step in range(20)], ""),
         (100, [(each, 7) for each in (killed(), FAILED, NOBODY, killed(), FAILED, NOBODY, FAILED)], "three runs"),
         (4, [(NOT_STARTED, 7)] * 20, ""),
+        (4, [(Outcome("host h2 is there", is_asked=True), step) for step in range(20)], ""),
         (4, [(NOBODY, step) for step in range(5)], "5 starts again within an hour"),
     ],
-    ids=["fails", "comes further", "killed", "at other steps", "others", "later", "both", "not started", "too often"],
+    ids=[
+        "fails",
+        "comes further",
+        "killed",
+        "at other steps",
+        "others",
+        "later",
+        "both",
+        "not started",
+        "asked for",
+        "too often",
+    ],
 )
 def test_a_job_that_fails_in_vain_is_given_up(most: int, runs: list[tuple[Outcome, int]], why: str) -> None:
     """Or ends too often. Faults during recoveries are not the script's; neither are hosts where no rank can start."""
