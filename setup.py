@@ -47,6 +47,7 @@ setup(
     package_data={"autovaruna": ["py.typed", "commands/*.html", "conf/*.toml", "conf/devices/*.toml"]},
     entry_points={"console_scripts": ["autovaruna = autovaruna.__main__:main_of_process"]},
     install_requires=[
+        "cryptography>=42",
         "jinja2>=3.1",
         "mpi4py>=4.0",
         "msgspec>=0.19",

@@ -498,7 +498,8 @@ class AutoVaruna(nn.Module):
         manager = self._training_run.manager
         if manager is None or manager.place.step is None or step not in (None, manager.place.step):
             return None
-        return self._persistence.load(lambda _: open_source(manager.place.restore), True, scaler, lr_scheduler)
+        with manager.loading_state():
+            return self._persistence.load(lambda _: open_source(manager.place.restore), True, scaler, lr_scheduler)
 
     def keep_on_hosts(self, step: int, **parts: Any) -> None:
         """Has the state, now that of `step`, kept in memory of hosts under ``autovaruna run``; `resume` does so last.

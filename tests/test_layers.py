@@ -26,7 +26,7 @@ LEVELS = {
     "graph": "records source_lines key_values tree precision random cuts operators > outside > guards"
     " > call module_state constant_values side_effects > opaque lengths > export > facts traced > batch"
     " > grouping pieces > verify > trial > methods trace",
-    "runtime": "launcher token_server metrics autograd remote_parameter batch > transport > exchange > deadlock"
+    "runtime": "launcher tls metrics autograd remote_parameter batch > transport > exchange > deadlock"
     " > reduction > world > environment torch_channel buckets mail timeline > weights in_flight"
     " > optimizer clipping scaler > gradients > program > outputs executor > step > engine",
     "checkpoint": "manifest remote_file > folder tensor_file > encoding > state source > load save",

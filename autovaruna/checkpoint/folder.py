@@ -8,6 +8,7 @@
 
 Names alone say which is the newest, whatever clocks say. A checkpoint that is loaded has a lock that many may have. The
 system takes locks away when a job dies; where a file system has none, folders count as left behind, claims as free.
+Nothing here needs torch, which a manager does not import; what ranks do together imports it by itself.
 """
 
 from __future__ import annotations
@@ -21,18 +22,31 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from autovaruna.checkpoint.manifest import MANIFEST
+import numpy as np
+
+from autovaruna.checkpoint.manifest import (
+    CHUNK_BYTES,
+    MANIFEST,
+    Bytes,
+    FileRecord,
+    Manifest,
+    WrittenPart,
+    checksum,
+    index_and_state,
+    read_manifest,
+)
 from autovaruna.config.files import at_home
 from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
-from autovaruna.runtime.exchange import differences
-from autovaruna.runtime.world import World, gather_on_all, on_all
+
+if TYPE_CHECKING:
+    from autovaruna.runtime.world import World
 
 Result = TypeVar("Result")
 
@@ -42,6 +56,7 @@ _COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 _PATIENCE_SECONDS = 5.0
 CLAIM = ".claim"
+_MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _claims: dict[tuple[int, str], int] = {}  # the open claims of a process, by its number and the folder
 
 
@@ -63,6 +78,16 @@ def saved_in(root: Path) -> list[Saved]:
         if match and (Path(entry.path) / MANIFEST).exists():
             found.append(Saved(int(match[2] or 0), int(match[1]), int(match[3] or 0), Path(entry.path)))
     return sorted(found, reverse=True)
+
+
+def words_of_newest(root: str | os.PathLike[str]) -> str:
+    """Says which step in a folder is the newest that can be loaded."""
+    with suppress(OSError):
+        for saved in saved_in(Path(root)):
+            with suppress(CheckpointError):
+                if not read_manifest(saved.path).damages(saved.path):
+                    return f"The newest step that can be loaded is {saved.step}: {saved.path}"
+    return f"No step can be loaded from {root}"
 
 
 def has_checkpoints(root: str | os.PathLike[str] | None) -> bool:
@@ -136,6 +161,53 @@ def remove_unlocked(path: Path) -> bool:
             return is_alone
     except OSError:
         return True  # it has gone
+
+
+def mark_of(folder: Path, rank: int) -> Path:
+    """Returns the mark of a rank that is writing; it goes when the checkpoint is complete."""
+    return folder / f"{_MARK}{rank:05d}"
+
+
+def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
+    """Writes a file chunk by chunk, and sums each; on the disk if it `syncs`, in its old place if not `is_new`."""
+    size, checksums = 0, []
+    with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
+        for chunk in chunks:
+            checksums.append(checksum(chunk))
+            size += file.write(chunk.data)
+        file.truncate()
+        if syncs:
+            file.flush()
+            os.fsync(file.fileno())
+    return FileRecord(size, tuple(checksums))
+
+
+def commit(
+    partial: Path, step: int, parts: Sequence[WrittenPart], extra_files: dict[str, bytes], keep: int | None
+) -> Path:
+    """Writes what is still missing, gives the checkpoint its name, and then removes old ones, if it can be read."""
+    try:
+        small = {name: text.encode() for name, text in index_and_state(parts).items()} | extra_files
+        records = {name: write_file(partial / name, _chunks(data)) for name, data in small.items()}
+        for part in parts:
+            records |= part.files
+        write_file(partial / MANIFEST, _chunks(Manifest(step, records).to_json().encode()))
+        for mark in partial.glob(f"{_MARK}*"):
+            mark.unlink()
+        sync_folder(partial)
+        if keep and (damages := read_manifest(partial).damages(partial)):
+            raise CheckpointError(
+                f"{'; '.join(damages)}, as it was just written. Earlier checkpoints are as they were."
+            )
+        complete = finish(partial, step)
+        remove_old(complete, keep)
+        return complete
+    except OSError as error:
+        raise cannot_write(partial, error) from error
+
+
+def _chunks(data: bytes) -> list[Bytes]:
+    return [np.frombuffer(data[begin : begin + CHUNK_BYTES], np.uint8) for begin in range(0, len(data), CHUNK_BYTES)]
 
 
 def finish(partial: Path, step: int) -> Path:
@@ -231,6 +303,8 @@ def _lock(descriptor: int, how: int, call: Callable[[int, int], object] = fcntl.
 
 def together(world: World, act: Callable[[], Result], what: str) -> Result:
     """Returns what `act` returns; an error on one rank is one on all, once all are done. Collective."""
+    from autovaruna.runtime.world import on_all
+
     return on_all(world, partial(as_ours, act, what), what, waits=True)
 
 
@@ -251,6 +325,8 @@ def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
 
 def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
     """Returns what `act` returns on each rank; as `together`. Collective."""
+    from autovaruna.runtime.world import gather_on_all
+
     return gather_on_all(world, partial(as_ours, act, what), what, waits=True)
 
 
@@ -264,9 +340,19 @@ def place_of(given: str | os.PathLike[str]) -> str:
 
 def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
     """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
+    from autovaruna.runtime.exchange import differences
+
     real = place
     with suppress(OSError):  # the folder that the script is in may have gone
         real = os.path.realpath(place)
     every = world.gather_objects((dict(own), place, real), what)
     is_one = len({given for _, given, _ in every}) == 1
     return differences([mine if is_one else {**mine, "dir": its} for mine, _, its in every])
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Returns the error that says which file could not be written, and why."""
+    return CheckpointError(
+        f"{path} cannot be written: {error.strerror or error}. The checkpoint is not complete and has been removed; "
+        "earlier ones are as they were. Make room, or save to a folder that can be written to."
+    )

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
+from autovaruna.checkpoint.manifest import NotDamagedError
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.errors import CheckpointError
-from autovaruna.runtime.token_server import MOST_BYTES, connect
+from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, connect
 
-TOKEN = "token"  # the file in a job's folder with what only the job's user can read
+CREDENTIALS = "credentials.json"  # the file in a job's folder with what only the job's user can read
 _SUFFIX = ".elsewhere"
 _ERRORS = (OSError, EOFError, ValueError)
 ReadInto = Callable[[memoryview, int], int]
@@ -29,6 +28,7 @@ class Pointer:
 
     host: str
     port: int
+    name: str  # of the keeper's host in the job
     path: str
 
     def write(self, place: Path) -> None:
@@ -43,16 +43,17 @@ def is_elsewhere(path: Path) -> bool:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[ReadInto]:
-    """Opens a file, wherever it is; OSError if it cannot be, CheckpointError if its host cannot be reached."""
+    """Opens a file, wherever it is; OSError if it cannot be, NotDamagedError if its host cannot be reached."""
     if not is_elsewhere(path):
         with open(path, "rb", buffering=0) as file:
             yield lambda view, place: os.preadv(file.fileno(), [view], place)
         return
     try:
         pointer = read_record(json.loads(_pointer_of(path).read_bytes()), Pointer)
-        connection = connect(pointer.host, pointer.port, (path.parent.parent / TOKEN).read_bytes())
+        own = read_record(json.loads((path.parent.parent / CREDENTIALS).read_bytes()), Credentials)
+        connection = connect(pointer.host, pointer.port, own, pointer.name)
     except _ERRORS as error:
-        raise CheckpointError(
+        raise NotDamagedError(
             f"{path.name} lies in memory of another host, which cannot be reached: {error}"
         ) from error
     with connection:
@@ -60,14 +61,14 @@ def open_bytes(path: Path) -> Iterator[ReadInto]:
 
 
 def _read_over(connection: Connection, lock: threading.Lock, path: str, view: memoryview, place: int) -> int:
-    """Reads bytes that a keeper has in memory; several threads may. CheckpointError if it does not answer any more."""
+    """Reads bytes that a keeper has in memory; several threads may. NotDamagedError if it does not answer any more."""
     request = {"read": path, "offset": place, "count": min(len(view), MOST_BYTES)}
     try:
         with lock:
             connection.send_bytes(json.dumps(request).encode())
-            data = connection.recv_bytes(MOST_BYTES)
+            data = connection.recv_bytes()
     except _ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read from memory of its host: {error}") from error
+        raise NotDamagedError(f"{path} cannot be read from memory of its host: {error}") from error
     view[: len(data)] = data
     return len(data)
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,16 +28,21 @@ import numpy as np
 import torch
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
+from autovaruna.checkpoint.folder import (
+    cannot_write,
+    commit,
+    different_requests,
+    gather,
+    mark_of,
+    on_first,
+    place_of,
+    together,
+    write_file,
+)
 from autovaruna.checkpoint.manifest import (
     CHUNK_BYTES,
-    MANIFEST,
     Bytes,
-    FileRecord,
-    Manifest,
     WrittenPart,
-    checksum,
-    index_and_state,
 )
 from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows
@@ -47,7 +52,6 @@ from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
-_MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _LOCAL = "autovaruna-checkpoint-"
 _UNIT_BYTES = 1 << 20  # to which copies are rounded up: a part may grow a little from save to save
 
@@ -328,20 +332,6 @@ def write_part(part: RankState, partial: Path, tempdir: str | None) -> WrittenPa
     return WrittenPart(records, part.weights, part.num_weight_bytes, part.documents)
 
 
-def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
-    """Writes a file chunk by chunk, and sums each; on the disk if it `syncs`, in its old place if not `is_new`."""
-    size, checksums = 0, []
-    with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
-        for chunk in chunks:
-            checksums.append(checksum(chunk))
-            size += file.write(chunk.data)
-        file.truncate()
-        if syncs:
-            file.flush()
-            os.fsync(file.fileno())
-    return FileRecord(size, tuple(checksums))
-
-
 def chunks_of(rows: Rows) -> Iterator[Bytes]:
     """Yields the chunks of a file; what lies in one row on the host is not copied."""
     if 0 < sum(row.numel() for row in rows) <= CHUNK_BYTES and len({row.device for row in rows}) == 1:
@@ -362,35 +352,6 @@ def chunks_of(rows: Rows) -> Iterator[Bytes]:
         yield np.concatenate(pieces)
 
 
-def mark_of(folder: Path, rank: int) -> Path:
-    """Returns the mark of a rank that is writing; it goes when the checkpoint is complete."""
-    return folder / f"{_MARK}{rank:05d}"
-
-
-def commit(
-    partial: Path, step: int, parts: Sequence[WrittenPart], extra_files: dict[str, bytes], keep: int | None
-) -> Path:
-    """Writes what is still missing, gives the checkpoint its name, and then removes old ones."""
-    try:
-        small = {name: text.encode() for name, text in index_and_state(parts).items()} | extra_files
-        records = {name: write_file(partial / name, chunks_of([_row(data)])) for name, data in small.items()}
-        for part in parts:
-            records |= part.files
-        write_file(partial / MANIFEST, chunks_of([_row(Manifest(step, records).to_json().encode())]))
-        for mark in partial.glob(f"{_MARK}*"):
-            mark.unlink()
-        folder.sync_folder(partial)
-        complete = folder.finish(partial, step)
-        folder.remove_old(complete, keep)
-        return complete
-    except OSError as error:
-        raise cannot_write(partial, error) from error
-
-
-def _row(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-
-
 @contextmanager
 def _local_folder(tempdir: Path) -> Iterator[Path]:
     """Makes a folder in a temporary one, and takes away those that killed jobs have left there."""
@@ -402,11 +363,3 @@ def _local_folder(tempdir: Path) -> Iterator[Path]:
             local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_LOCAL, dir=tempdir)))
             stack.enter_context(folder.lock(local))
         yield local
-
-
-def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Returns the error that says which file could not be written, and why."""
-    return CheckpointError(
-        f"{path} cannot be written: {error.strerror or error}. The checkpoint is not complete and has been removed; "
-        "earlier ones are as they were. Make room, or save to a folder that can be written to."
-    )

@@ -6,7 +6,7 @@ import fnmatch
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -64,16 +64,6 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
             return folder.together(world, partial(open_source, chosen), "opening a checkpoint")
-
-
-def words_of_newest(root: str | os.PathLike[str]) -> str:
-    """Says which step in a folder is the newest that can be loaded."""
-    with suppress(OSError):
-        for saved in folder.saved_in(Path(root)):
-            with suppress(CheckpointError):
-                if not read_manifest(saved.path).damages(saved.path):
-                    return f"The newest step that can be loaded is {saved.step}: {saved.path}"
-    return f"No step can be loaded from {root}"
 
 
 def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], locks: ExitStack) -> Path | None:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import signal
 import time
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import autovaruna
 
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 _ALONE_SECONDS = 2.0  # a keeper whose manager has not spoken to it for so long may be replaced
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what numbers depend on, on this host; empty for what is missing."""
+    found = {"Python": platform.python_version(), "autovaruna": autovaruna.__version__}
+    try:
+        return {**found, "torch": version("torch")}
+    except PackageNotFoundError:
+        return {**found, "torch": ""}
 
 
 def processes_with(words: bytes) -> list[int]:

@@ -7,9 +7,11 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from autovaruna.elastic.options import MorphingOptions
 from autovaruna.elastic.slow_ranks import LEFT_OUT_SECONDS, SlowRanks
 from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError
+from autovaruna.runtime.tls import Authority
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
@@ -32,13 +35,14 @@ _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled e
 
 
 class Hosts:
-    """The hosts of a job; `settings` is the first line to each keeper, `own_file` is removed on this machine."""
+    """The hosts of a job; `settings` begin the first line to each keeper, `own_file` is removed on this machine."""
 
     def __init__(
         self,
         listed: Mapping[str, int],
         options: MorphingOptions,
         settings: Mapping[str, Any],
+        authority: Authority,
         own_file: Path,
         log: EventLog,
     ) -> None:
@@ -48,13 +52,14 @@ class Hosts:
         self.lost: set[str] = set()  # hosts of the run that do not answer any more
         self.slow = SlowRanks(log, options.slow_factor)
         self._options = options
-        self._settings = settings
+        self._settings, self._authority = settings, authority
         self._own_file = own_file
         self._log = log
         self._delays: dict[str, float] = {}
         self._left_out: dict[str, float] = {}  # until when hosts are, that have failed
         self._failed: dict[str, float] = {}  # for how long each was left out last
         self._probes: dict[str, Probe] = {}
+        self._told: set[tuple[str, ...]] = set()
         self._begun: list[Link] = []
         self._machine_time = _time_of(options.machine_list)
         self._times_of_notices: dict[str, int] = {}
@@ -74,23 +79,32 @@ class Hosts:
             if time.monotonic() > deadline:
                 break
             time.sleep(LOOK_SECONDS)
-        failed = {host: link.words or "it does not answer" for host, link in self.links.items() if not link.is_up}
+        words = {host: link.fault or link.words or "it does not answer" for host, link in self.links.items()}
+        failed = {host: words[host] for host, link in self.links.items() if link.fault or not link.is_up}
         if failed and not self.can_do_without(failed):
-            words = "; ".join(f"{host}: {text}" for host, text in failed.items())
+            each = "; ".join(f"{host}: {text}" for host, text in failed.items())
             raise ConfigError(
-                f"no keeper can be started on {', '.join(failed)} ({words}). Expected machines that ssh reaches "
+                f"no keeper can be started on {', '.join(failed)} ({each}). Expected machines that ssh reaches "
                 f"without a password, each with {sys.executable} and a folder {self._options.memory} to write to"
             )
-        for host, text in failed.items():
-            self._log.record("unreachable", f"host {host} cannot be used: {text}", host=host)
+        for host in failed:
+            self._tell_unusable(host, words[host])
+
+    def _tell_unusable(self, host: str, words: str) -> None:
+        """Tells once why a host cannot be used."""
+        if words and (host, words) not in self._told:
+            self._told.add((host, words))
+            self._log.record("unreachable", f"host {host} cannot be used: {words}", host=host)
 
     def _open(self, host: str) -> None:
-        own = {"file": str(self._own_file)} if is_this_machine(host) else {}
+        own: dict[str, Any] = {"file": str(self._own_file)} if is_this_machine(host) else {}
+        own["credentials"] = asdict(self._authority.credentials(host, self._options.insecure_copies))
         self.links[host] = Link(host, {**self._settings, **own})
 
     def usable(self) -> dict[str, int]:
         """Returns the hosts that the job can run on now, with their ranks."""
-        left = self.up().keys() - self.noticed.keys() - self._left_out.keys()
+        up = {host for host, link in self.up().items() if not link.fault}
+        left = up - self.noticed.keys() - self._left_out.keys()
         fit = {host: count for host, count in self.listed.items() if host in left}
         quick = {host: count for host, count in fit.items() if not self.slow.leaves_out(host)}
         if len(quick) == len(fit) or sum(quick.values()) >= max(1, self._options.min_ranks):
@@ -132,12 +146,14 @@ class Hosts:
             if link is None:
                 self._open(host)
             elif link.is_gone:
+                self._tell_unusable(host, "" if link.port else link.words)
                 delay = self._delays.get(host, 0.0)
                 if now - link.began > delay:
                     self._delays[host] = min(_MOST_AGAIN_SECONDS, max(_AGAIN_SECONDS, 2 * delay))
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
+                self._tell_unusable(host, link.fault or link.report.get("standby_fault", ""))
             elif now - link.began > self._options.start_seconds:
                 link.cut()
         self._try_left_out(now)
@@ -149,6 +165,22 @@ class Hosts:
             time.sleep(LOOK_SECONDS)
         return [host for host, probe in probes.items() if not probe.worked]
 
+    def find_apart(self, hosts: Collection[str]) -> dict[str, str]:
+        """Returns the fewest hosts without which all others reach each other, as far as found, each with why."""
+        links = [self.links[host] for host in hosts if host in self.links and self.links[host].is_answering]
+        places = [(link.host, link.address, link.port) for link in links]
+        asked = {
+            link.host: link.ask("reach", others=[each for each in places if each[0] != link.host]) for link in links
+        }
+        faults = {(one, other): why for one, its in answers(asked, END_SECONDS).items() for other, why in its.items()}
+        found: dict[str, str] = {}
+        while left := [pair for pair in faults if not found.keys() & set(pair)]:
+            counts = Counter(host for pair in left for host in pair)
+            worst = max(reversed([link.host for link in links]), key=lambda host: counts[host])
+            one, other = next(pair for pair in left if worst in pair)
+            found[worst] = f"{one} does not reach {other} ({faults[one, other]})"
+        return found
+
     def _probe(self, host: str) -> Probe:
         return Probe(host, self._options.start_seconds / 3)
 
@@ -159,7 +191,7 @@ class Hosts:
                 self._probes[host] = self._probe(host)
             elif host in self._probes and (worked := self._probes[host].worked) is not None:
                 del self._probes[host]
-                if worked:
+                if worked and not self.find_apart({host, *(link.host for link in self._begun)}):
                     del self._left_out[host]
                 else:
                     self.leave_out(host, "no rank can be started on it")
@@ -225,25 +257,39 @@ class Hosts:
 
     # those of a run
 
-    def begin(self, hosts: Iterable[str], number: int) -> None:
+    def begin(self, hosts: Iterable[str], number: int, num_ranks: int) -> None:
         """Begins a run on keepers, each of which copies its ranks' parts to the next one."""
         links, asked = [self.links[host] for host in hosts], {}
         for link, buddy in zip(links, [*links[1:], *links[:1]], strict=True):
             link.known = {}
-            to = None if buddy is link else [buddy.address, buddy.port]
-            asked[link.host] = link.ask("begin", number=number, buddy=to)
+            to = None if buddy is link else [buddy.address, buddy.port, buddy.host]
+            asked[link.host] = link.ask("begin", number=number, num_ranks=num_ranks, buddy=to)
         answers(asked, END_SECONDS)
         self._begun = links
 
-    def begin_anew(self, hosts: Iterable[str], number: int) -> None:
+    def begin_anew(self, hosts: Iterable[str], number: int, num_ranks: int) -> None:
         """Begins the run again on all keepers if one of them was started anew: it has another port."""
         links = [self.links.get(host) for host in hosts]
         if links != self._begun and all(link is not None and link.is_up for link in links):
-            self.begin(hosts, number)
+            self.begin(hosts, number, num_ranks)
 
     def ask(self, hosts: Iterable[str], do: str, **arguments: Any) -> dict[str, Future[Any]]:
         """Sends a request to the keepers of those hosts that have one."""
         return {host: self.links[host].ask(do, **arguments) for host in hosts if host in self.links}
+
+    def record_copy_faults(self, hosts: Iterable[str]) -> None:
+        """Records, once for each reason, of which hosts no copies arrive at another one that is there."""
+        for host in hosts:
+            to, why = self.links[host].report.get("copy_fault") or ("", "") if host in self.links else ("", "")
+            if to in self.links and self.links[to].is_answering and (host, to, why) not in self._told:
+                self._told.add((host, to, why))
+                text = f"no copies of {host} arrive at {to}: {why}. What {host} has in memory is lost with it"
+                self._log.record("copies", text, host=host, to=to)
+
+    def keeps_older(self, host: str, step: int) -> bool:
+        """Says whether a host still keeps of earlier runs what is no newer than a step."""
+        kept = self.links[host].report.get("kept")
+        return kept is not None and kept <= step
 
     def poll_reports(self, hosts: Iterable[str], watch: JobWatch) -> None:
         """Hands the last reports of keepers on; a silent host is lost, one whose keeper has gone gets another."""
@@ -290,14 +336,14 @@ class Hosts:
             if not is_this_machine(host):
                 self.links.pop(host).quit()
 
-    def close(self) -> None:
-        """Ends all keepers, which remove what is the job's."""
+    def close(self, keeps: bool = False) -> None:
+        """Ends all keepers, which remove what is the job's, or keep it for as long as without a manager."""
         self._is_over.set()
         for probe in self._probes.values():
             probe.end()
         for link in self.links.values():
-            link.quit()
-        for link in self.links.values():
+            link.quit(keeps)
+        for link in () if keeps else self.links.values():
             link.wait(END_SECONDS)
 
 

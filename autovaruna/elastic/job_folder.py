@@ -5,9 +5,10 @@
                              slot-0, slot-1  its part of a snapshot each: files, and a record that names them
                   copy-00002/slot-0, slot-1  the same of a rank of another host
                   copied                   the newest step of which another host has copies
+                  ranks, alone             how many there are in this run; see below
     pinned/                                links to parts that are written to disk
     restore/                               the state for the next ranks, in the form of a checkpoint
-    leave, hold, full, ahead.json          see below
+    leave, hold, full, ahead.json, refused see below
 
 A report of progress costs a microsecond, so every call makes two: a rank that hangs is told from those that wait for
 it. A part is complete once its record is there, which is written last and removed first. Nothing here needs torch.
@@ -33,8 +34,10 @@ from autovaruna.config.files import read_record, write_whole
 VARIABLE = "VARUNA_JOB"  # where a rank of a job with a manager finds its `JobPlace`, as JSON
 LEAVE, HOLD = "leave", "hold"  # ranks are to end at a step's border; to write no snapshots now
 FULL = "full"  # the host has no room for snapshots
+REFUSED = "refused"  # why a rank could not load the state that it was to go on from
 AHEAD = "ahead.json"  # a rank asks for plans for fewer ranks
-COPIED, PINNED, RECORD = "copied", "pinned", "part.json"
+ALONE = "alone"  # in an attempt's folder: no copies arrive on the other host, and ranks do not wait for them
+COPIED, NUM_RANKS, PINNED, RECORD = "copied", "ranks", "pinned", "part.json"
 _PROGRESS, _PREDICTED = "progress", "predicted.json"
 _FORMAT = struct.Struct("<QQ?Q?d?2q")
 _WORK = struct.Struct("<Qd")
@@ -88,6 +91,13 @@ def record_full(folder: Path, error: BaseException) -> None:
     """Records in a job's folder that this host has no room, if an error says so."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         (folder / FULL).touch()  # an empty file needs none
+
+
+def number_in(file: Path) -> int:
+    """Returns the number that a file holds; -1: there is none."""
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return -1
 
 
 # how far a rank is

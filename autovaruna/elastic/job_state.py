@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autovaruna.checkpoint.folder import begin, commit
 from autovaruna.checkpoint.remote_file import Pointer
 from autovaruna.config.files import read_record
 from autovaruna.elastic.job_folder import PINNED, RankPart, small_files
@@ -21,6 +22,7 @@ from autovaruna.elastic.notices import EventLog
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0
 _WRITE_SECONDS = 3600.0
+_WORD_SECONDS = 30.0
 _NUM_KEPT = 2  # checkpoints that stay in the folder
 
 
@@ -38,7 +40,13 @@ class State:
     """A state that is whole; `held` has the parts of each rank, those of its host first."""
 
     step: int
+    attempt: int  # the run that has made it
     held: Mapping[int, Sequence[HeldPart]]
+    age_seconds: float
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.step, self.attempt
 
     @property
     def hosts(self) -> list[str]:
@@ -46,18 +54,26 @@ class State:
         return sorted({held[0].host for held in self.held.values()})
 
 
-def find_state(links: Sequence[Link], within: str = "") -> State | None:
-    """Returns the newest state of which every part is on a host that answers, intact; None: there is none."""
+def find_state(links: Sequence[Link], within: str = "", aside: Collection[tuple[int, int]] = ()) -> State | None:
+    """Returns the newest state of which every part is on a host that answers, intact; None: there is none.
+
+    It is of a step that ranks of its run have reported, or of the next, and none of those that were put `aside`.
+    """
     asked = {link.host: link.ask("inventory", within=within) for link in links}
     found: dict[tuple[int, int, int], dict[int, list[HeldPart]]] = {}
+    reported: dict[int, int] = {}
+    ages: dict[tuple[int, int], float] = {}
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
-            part = read_record(entry["part"], RankPart)
-            held = HeldPart(host, entry["place"], part)
-            places = found.setdefault((part.step, entry["attempt"], part.num_ranks), {}).setdefault(part.rank, [])
+            part, attempt = read_record(entry["part"], RankPart), entry["attempt"]
+            held, key = HeldPart(host, entry["place"], part), (part.step, attempt)
+            places = found.setdefault((*key, part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
+            reported[attempt] = max(reported.get(attempt, -1), entry["reported"])
+            ages[key] = min(ages.get(key, entry["age"]), entry["age"])
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
-    return State(max(whole)[0], found[max(whole)]) if whole else None
+    fit = [key for key in whole if key[0] <= reported[key[1]] + 1 and key[:2] not in aside]
+    return State(*max(fit)[:2], found[max(fit)], ages[max(fit)[:2]]) if fit else None
 
 
 def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
@@ -76,7 +92,7 @@ def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) ->
                     own[name] = where
                 else:
                     keeper = links[chosen.host]
-                    others[name] = asdict(Pointer(keeper.address, keeper.port, where))
+                    others[name] = asdict(Pointer(keeper.address, keeper.port, chosen.host, where))
         asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
     done = answers(asked, _INVENTORY_SECONDS)
     return {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}
@@ -91,6 +107,7 @@ class Checkpoints:
         self._log = log
         self._last = time.monotonic()
         self._step = -1
+        self.aside: set[tuple[int, int]] = set()  # states, by step and run, that could not be loaded
         self._thread: threading.Thread | None = None
 
     def save_if_due(self, links: Sequence[Link]) -> None:
@@ -102,19 +119,37 @@ class Checkpoints:
         self._thread = threading.Thread(target=self.save, args=(links,), daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+    def finish(self, links: Sequence[Link] | None, most_seconds: float) -> str:
+        """Waits for what is being written, and writes the newest state of hosts, if they are given; says so meanwhile.
+
+        Returns why that failed, or took too long, empty if it did not.
+        """
+        deadline, faults = time.monotonic() + most_seconds, [""]
+        before = self._thread
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            if links is not None:
+                faults[0] = self.save(links)
+
+        self._thread = threading.Thread(target=write, daemon=True)
+        self._thread.start()
+        while (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(left, _WORD_SECONDS))
+            if not self._thread.is_alive():
+                return faults[0]
+            self._log.record("waiting", f"waiting for {self._folder} to take a checkpoint, for {left:.0f} s at most")
+        self._log.record("waiting", fault := f"{self._folder} has not taken the checkpoint within {most_seconds:g} s")
+        return fault
 
     def save(self, links: Sequence[Link]) -> str:
         """Writes the newest state that some hosts have; returns, and records, why that failed, empty if it did not."""
-        self.wait()
         assert self._folder is not None
         try:
             for do in ("hold", "pin"):
                 answers({link.host: link.ask(do) for link in links}, _HOLD_SECONDS)
-            state = find_state(links, PINNED)
+            state = find_state(links, PINNED, self.aside)
             if state is None:
                 return "no state of the hosts is whole"
             if state.step != self._step:
@@ -130,12 +165,9 @@ class Checkpoints:
 
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
         """Has hosts write a state that they have pinned; returns the checkpoint's folder."""
-        from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
-        from autovaruna.checkpoint.save import commit
-
         chosen = [held[0] for _, held in sorted(state.held.items())]
         with ExitStack() as locks:
-            partial = folder.begin(Path(root).absolute(), state.step, locks)
+            partial = begin(Path(root).absolute(), state.step, locks)
             asked = []
             for host in {held.host for held in chosen}:
                 places = [held.place for held in chosen if held.host == host]

@@ -1,10 +1,10 @@
 """Is the keeper of a host: a process outside of mpirun that outlives ranks, holds their snapshots, and serves them.
 
 The manager starts it, over ssh on other hosts, and speaks with it over its standard streams, in lines of JSON. The
-first is the job's settings and its token, so that neither shows in any list of processes. Keepers, and new ranks, read
-each other's snapshots over connections that only those can open who know the token. A keeper whose manager is silent
-ends the ranks of its host, and holds what they have written for `keep_seconds`: a manager of this job that starts
-another keeper meanwhile has that one take over.
+first is the job's settings and the host's credentials, so that neither shows in any list of processes. Keepers, and new
+ranks, read each other's snapshots over connections that only those can open who have such. A keeper whose manager is
+silent ends the ranks of its host, and holds what they have written for `keep_seconds`: a manager of this job that
+starts another keeper meanwhile has that one take over.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.remote_file import TOKEN, Pointer
+from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic.host_processes import (
     acquire_from_abandoned,
@@ -35,20 +34,25 @@ from autovaruna.elastic.host_processes import (
     memory_kills,
     processes_with,
     state_of,
+    versions,
 )
 from autovaruna.elastic.job_folder import (
     AHEAD,
+    ALONE,
     COPIED,
     FULL,
     HOLD,
     LEAVE,
+    NUM_RANKS,
     PINNED,
     RECORD,
+    REFUSED,
     Progress,
     RankPart,
     attempt_folder,
     clear_slot,
     folders_in,
+    number_in,
     read_part,
     read_predicted,
     read_work,
@@ -58,53 +62,67 @@ from autovaruna.elastic.job_folder import (
 )
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.token_server import MOST_BYTES, Server, connect
+from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
+_HICCUP_SECONDS = 0.5
+_HURRY_SECONDS = 3.0  # that a connection for copies may take, so that a firewall is told of soon
+_ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
+_PAGE_BYTES = 4096
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
 @dataclass
 class Attempt:
-    """The run of the job that goes on now; `buddy` is host and port of the keeper that gets copies, if there is one."""
+    """The run of the job that goes on now; `buddy` is the keeper that gets copies: its address, port and name."""
 
     number: int
-    buddy: tuple[str, int] | None
+    num_ranks: int
+    buddy: tuple[str, int, str] | None
 
 
 class Keeper:
     """The part of a job that a host keeps in a folder in memory; `file` is one more file to remove at the job's end."""
 
-    def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
+    def __init__(self, folder: Path, own: Credentials, standby: StandbyProcess | None, file: str = "") -> None:
         self.folder = folder
-        self.token = token
+        self._own = own
         self._file = file
-        self._is_ready = not has_standby
+        self._standby, self._is_ready = standby, standby is None
         self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
-        self.port = Server(token, self._answer).port
+        self._copy_fault = ""
+        self._copied_at = 0.0  # when all that there was had been copied last, on the monotonic clock
+        self._kept: int | None = None  # the newest step of earlier runs, which no run has come to; None: none is kept
+        self.port = Server(own, self._answer).port
         self._copies: dict[Path, Path] = {}
         self._gone: dict[str, float] = {}
         threading.Thread(target=self._watch_ranks, daemon=True).start()
 
     # what the manager asks for
 
-    def begin(self, number: int, buddy: list[Any] | None) -> None:
+    def begin(self, number: int, num_ranks: int, buddy: list[Any] | None) -> None:
         """Gets ready for an attempt, and ends what is left here of earlier ones."""
         for folder in folders_in(self.folder, "attempt-") if self._attempt is None else ():  # of a keeper before
             if _number_of(folder) < number:
                 self.end(_number_of(folder), "")
-        attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
-        for name in (LEAVE, HOLD, FULL):
+        folder = attempt_folder(self.folder, number)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if number_in(folder / NUM_RANKS) != num_ranks:
+            (folder / NUM_RANKS).write_text(str(num_ranks))
+        self._kept = self._newest_before(number)
+        for name in (LEAVE, HOLD, FULL, REFUSED):
             (self.folder / name).unlink(missing_ok=True)
         self._first_kills = memory_kills()
-        self._copied = None
+        self._copied, self._copy_fault, self._copied_at = None, "", time.monotonic()
+        (folder / ALONE).unlink(missing_ok=True)
         self._copies.clear()
         self._gone = {}
-        self._attempt = attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
+        to = None if buddy is None else (str(buddy[0]), int(buddy[1]), str(buddy[2]))
+        self._attempt = attempt = Attempt(number, num_ranks, to)
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
@@ -126,7 +144,12 @@ class Keeper:
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
+            "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and self._is_late else None,
+            "is_alone": attempt is not None and (attempt_folder(self.folder, attempt.number) / ALONE).exists(),
+            "kept": self._kept,
             "is_full": (self.folder / FULL).exists(),
+            "refused": (self.folder / REFUSED).read_text() if (self.folder / REFUSED).exists() else "",
+            "standby_fault": self._standby.fault if self._standby and not self._is_ready else "",
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
             "memory_kills": memory_kills() - self._first_kills,
         }
@@ -182,11 +205,14 @@ class Keeper:
         return [slot for attempt in attempts for rank in folders_in(attempt, "") for slot in slots_of(rank)]
 
     def _entry(self, slot: Path) -> dict[str, Any] | None:
-        part = read_part(slot)
-        if part is None or not part.is_intact(slot):
+        part, number = read_part(slot), _number_of(slot.parent.parent)
+        folder = attempt_folder(self.folder, number)
+        if part is None or part.num_ranks != number_in(folder / NUM_RANKS) or not part.is_intact(slot):
             return None
-        attempt, place = _number_of(slot.parent.parent), str(slot.relative_to(self.folder))
-        return {"attempt": attempt, "place": place, "part": asdict(part)}
+        reports = filter(None, map(Progress.read, folders_in(folder, "rank-")))
+        reported = max((max(its.steps, *its.snapshots) for its in reports), default=-1)
+        place, age = str(slot.relative_to(self.folder)), time.time() - (slot / RECORD).stat().st_mtime
+        return {"attempt": number, "reported": reported, "place": place, "age": age, "part": asdict(part)}
 
     def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
         """Puts a state together for the next ranks: texts by name, where files of this host are, and `Pointer`s."""
@@ -200,13 +226,19 @@ class Keeper:
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
 
-    def drop(self, before: int, but: int = 0) -> None:
-        """Removes the files of earlier attempts, but for one, and the state that was put together from them."""
+    def drop(self, before: int, step: int) -> None:
+        """Removes the files of earlier attempts, those apart that hold a newer step, and what was put together."""
         for folder in folders_in(self.folder, "attempt-"):
-            if _number_of(folder) < before and _number_of(folder) != but:
+            if _number_of(folder) < before and _newest_in(folder) <= step:
                 shutil.rmtree(folder, ignore_errors=True)
+        self._kept = self._newest_before(before)
         shutil.rmtree(self.folder / "restore", ignore_errors=True)
         self._plan_ahead()
+
+    def _newest_before(self, number: int) -> int | None:
+        """Returns the newest step that earlier attempts hold here, -1 if nothing; None: there are none."""
+        earlier = [each for each in folders_in(self.folder, "attempt-") if _number_of(each) < number]
+        return max(map(_newest_in, earlier), default=None)
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
@@ -259,16 +291,29 @@ class Keeper:
 
     def _copy_on(self, attempt: Attempt) -> None:
         """Copies each step to another host until the attempt is over, and tells the ranks which step is there."""
+        alone = attempt_folder(self.folder, attempt.number) / ALONE
         while self._attempt is attempt:
             try:
                 assert attempt.buddy is not None
-                with connect(*attempt.buddy, self.token) as connection:
+                address, port, name = attempt.buddy
+                with connect(address, port, self._own, name, _HURRY_SECONDS) as connection:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
+                        self._copied_at = time.monotonic()
+                        alone.unlink(missing_ok=True)
                         time.sleep(_LOOK_SECONDS)
-            except (OSError, EOFError, ValueError) as error:  # the other host is gone, or slow: the manager knows
+            except (OSError, EOFError, ValueError) as error:  # if the other host is gone, the manager knows
                 record_full(self.folder, error)
+                self._copy_fault = str(error)
+                if time.monotonic() > self._copied_at + _ALONE_SECONDS and self._attempt is attempt:
+                    with suppress(OSError):
+                        alone.touch()
                 time.sleep(10 * _LOOK_SECONDS)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether copies have not arrived for longer than one hiccup takes."""
+        return bool(self._copy_fault) and time.monotonic() > self._copied_at + _HICCUP_SECONDS
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
         """Copies the newest step that all ranks of this host have, unless that is done."""
@@ -287,7 +332,10 @@ class Keeper:
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
     def _receive_part(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        part = read_record(request["part"], RankPart)
+        part, attempt = read_record(request["part"], RankPart), self._attempt
+        own = None if attempt is None else (attempt.number, attempt.num_ranks)
+        if (request["attempt"], part.num_ranks) != own or not 0 <= part.rank < part.num_ranks:
+            raise ValueError("it is not of this run")
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._slot_of_copy(folder)
         clear_slot(slot, part.files)
@@ -296,7 +344,7 @@ class Keeper:
                 raise ValueError(f"{name!r} is no name of a file")
             with open(slot / name, "r+b" if (slot / name).exists() else "wb") as file:
                 while file.tell() < record.size:
-                    file.write(connection.recv_bytes(MOST_BYTES))
+                    file.write(connection.recv_bytes())
                 file.truncate()
         if not part.is_intact(slot):
             raise ValueError("it was changed on its way")
@@ -313,6 +361,21 @@ class Keeper:
 
     # other keepers and ranks
 
+    def reach(self, others: Sequence[Sequence[Any]]) -> dict[str, str]:
+        """Returns why keepers of other hosts, each by its name, address and port, cannot be reached from this one."""
+
+        def try_one(other: Sequence[Any]) -> str:
+            name, address, port = other
+            try:
+                connect(address, port, self._own, name).close()
+            except OSError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(16) as pool:
+            found = zip(others, pool.map(try_one, others), strict=True)
+            return {name: fault for (name, _, _), fault in found if fault}
+
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         if "part" in request:
             try:
@@ -327,7 +390,7 @@ class Keeper:
 
     def _inside(self, place: str) -> Path:
         path = (self.folder / place).resolve()
-        if not path.is_relative_to(self.folder.resolve()) or path.name == TOKEN:
+        if not path.is_relative_to(self.folder.resolve()) or path.name == CREDENTIALS:
             raise OSError(f"{place} is not in the job's folder")
         return path
 
@@ -338,6 +401,12 @@ class Keeper:
 
 def _number_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
+
+
+def _newest_in(attempt: Path, prefix: str = "") -> int:
+    """Returns the newest step of which an attempt's folder has a part, of ranks or also copies; -1: none."""
+    slots = (slot for rank in folders_in(attempt, prefix) for slot in slots_of(rank))
+    return max((part.step for part in map(read_part, slots) if part is not None), default=-1)
 
 
 def _newest_of(held: Collection[Sequence[int]]) -> int | None:
@@ -354,7 +423,7 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
         with open(slot / name, "rb") as file:
             for begin in range(0, record.size, MOST_BYTES):
                 connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
-    if connection.recv_bytes(MOST_BYTES) != b"taken":
+    if connection.recv_bytes() != b"taken":
         raise OSError("the copy was not taken")
 
 
@@ -408,6 +477,15 @@ class StandardStreams:
         os._exit(1)
 
 
+def _faults_of_host(settings: Mapping[str, Any]) -> str:
+    """Says why the script cannot run here as it does where the manager is; empty: nothing is known of that."""
+    own = versions()
+    wanted = settings.get("versions", own).items()
+    found = [f"{name} {own[name] or 'is missing'}, {its} expected" for name, its in wanted if own[name] != its]
+    missing = [f"there is no {file}" for file in settings.get("files", ()) if not os.path.exists(file)]
+    return "; ".join(found + missing)
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Removes the folders, beside a job's, of jobs of this user all of whose processes were killed on this host."""
     prefix, _, _ = folder.name.rpartition("-")
@@ -425,7 +503,7 @@ def _remove_abandoned(folder: Path) -> None:
 def main() -> None:
     """Is the process: ``python -m autovaruna.elastic.keeper``."""
     settings = json.loads(sys.stdin.readline())
-    folder, token = Path(settings["folder"]), settings["token"].encode()
+    folder, own = Path(settings["folder"]), read_record(settings["credentials"], Credentials)
     os.umask(0o077)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
@@ -433,15 +511,17 @@ def main() -> None:
     lock = acquire_from_abandoned(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
-    with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:
-        file.write(token)
+    shown = json.dumps(asdict(own)).encode().ljust(_PAGE_BYTES)  # in place: memory may be full by now
+    with open(folder / CREDENTIALS, "r+b" if (folder / CREDENTIALS).exists() else "wb") as file:
+        file.write(shown)
     _remove_abandoned(folder)
-    if settings["standby"]:
-        StandbyProcess(folder, settings.get("libraries", ()))
-    keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
+    standby = StandbyProcess(folder, settings.get("libraries", ())) if settings["standby"] else None
+    keeper = Keeper(folder, own, standby, settings.get("file", ""))
     line = StandardStreams(keeper, lock)
-    newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
-    line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
+    attempts = folders_in(folder, "attempt-")
+    held = max(((_newest_in(each, "rank-"), _number_of(each)) for each in attempts), default=(-1, 0))
+    newest, faults = max(map(_number_of, attempts), default=0), _faults_of_host(settings)
+    line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest, "held": held, "fault": faults})
     keep_seconds = settings["keep_seconds"]
     threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
     if not line.follow():

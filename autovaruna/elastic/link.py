@@ -31,6 +31,8 @@ class Link:
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
         self.host = host
         self.attempt = 0  # the newest run of the job that the keeper has found on its host; 0: none
+        self.held = -1, 0  # the newest step that ranks had left on the host, and of which run
+        self.fault = ""  # why the script cannot run there, as far as that is known at once
         self.port = 0  # where other keepers and ranks find the keeper
         self.words = ""  # what the keeper or ssh wrote last, to say why it is gone
         self.began = time.monotonic()
@@ -77,9 +79,14 @@ class Link:
 
     @property
     def address(self) -> str:
-        """A name by which other hosts find this one."""
+        """What other hosts find this one by: as it is listed, since its name may mean nothing to them."""
         name = self.host.rpartition("@")[2]
-        return self._name if is_this_machine(name) else name
+        return self._name if name in ("localhost", "::1") or name.startswith("127.") else name
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the keeper is up and has missed no question."""
+        return self.is_up and not self._num_missed
 
     def ask(self, do: str, **arguments: Any) -> Future[Any]:
         """Asks the keeper to do something; the answer comes later, or an OSError if the keeper goes."""
@@ -91,9 +98,10 @@ class Link:
             self._fail()
         return answer
 
-    def quit(self) -> None:
-        """Has the keeper remove what is the job's and end."""
-        self._write({"do": "quit"})
+    def quit(self, keeps: bool = False) -> None:
+        """Has the keeper remove what is the job's and end, or keep it, as where its manager was killed."""
+        if not keeps:
+            self._write({"do": "quit"})
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -145,7 +153,8 @@ class Link:
 
     def _receive(self, found: dict[str, Any]) -> None:
         if "port" in found:
-            self._name, self.attempt = found["host"], found["attempt"]
+            self._name, self.attempt, self.fault = found["host"], found["attempt"], found["fault"]
+            self.held = found["held"][0], found["held"][1]
             self.port = found["port"]
             return
         with self._lock:

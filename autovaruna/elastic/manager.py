@@ -10,30 +10,37 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import signal
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from autovaruna.checkpoint.folder import words_of_newest
+from autovaruna.elastic.host_processes import versions
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
-from autovaruna.elastic.notices import EventLog, new_address_file, pop_dead_manager, receiving_notices
+from autovaruna.elastic.notices import Address, EventLog, new_address_file, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import LIBRARIES
 from autovaruna.elastic.watch import JobWatch
+from autovaruna.runtime.tls import Authority
 
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
+_READS = re.compile(rb"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["'](\w+)["']""")
+"""Finds the variables that a script says it reads."""
 _HOUR = 3600.0
 _MOST_ENDS = 3  # runs that ended in one way and came no further
 
@@ -54,16 +61,19 @@ class Manager:
         self._log = EventLog(morphing.events)
         script = Path(options.script).read_bytes()
         known = pop_dead_manager(job := _name_of(options, script))
-        token = known.token if known else secrets.token_hex(32)
+        self._known = known = None if morphing.forget_memory else known
+        authority = Authority(known.key if known else "")
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
-        self._address = new_address_file(), token, job
-        settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
-        settings["keep_seconds"] = morphing.keep_seconds
+        self._address = new_address_file(), authority, job
+        settings: dict[str, Any] = {"folder": str(self._folder), "standby": morphing.has_standby}
+        settings |= {"keep_seconds": morphing.keep_seconds, "versions": versions()}
+        settings["files"] = [str(options.code_dir), options.script]
         settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]
-        self._hosts = Hosts(options.hosts, morphing, settings, self._address[0], self._log)
+        self._hosts = Hosts(options.hosts, morphing, settings, authority, self._address[0], self._log)
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
+        self._own: Address | None = None
         self._watch = JobWatch(0)
         self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
@@ -74,29 +84,53 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        path, token, job = self._address
-        notices = receiving_notices(path, self._hosts.notice, token, job, self._folder.name)
-        with handling(self._record_signal), notices:
+        path, authority, job = self._address
+        asked = _asked_of(self._options)
+        notices = receiving_notices(path, self._hosts.notice, authority, job, self._folder.name, asked, self._known)
+        with ExitStack() as after, handling(self._record_signal), notices as self._own:
             has_hosts = False
             try:
                 while True:
                     try:
                         if not has_hosts:
                             self._hosts.start(self._raise_if_signalled)
-                            attempts = (link.attempt for link in self._hosts.up().values())
-                            self._watch, has_hosts = JobWatch(max(attempts, default=0)), True
+                            self._take_up()
+                            has_hosts = True
                         outcome = self._run_once()
                     except _EndedBySignal:
                         came = max(self._signals)
+                        if self._run is not None:
+                            self._run.end(list(self._hosts.links))
                         unsaved = SAVED if came == signal.SIGUSR1 else 128 + came
-                        outcome = Outcome(f"{came.name} came", HELD if self._watch.attempt else unsaved)
+                        is_held = self._watch.attempt and came != signal.SIGINT
+                        outcome = Outcome(f"{came.name} came", HELD if is_held else unsaved)
                     status = self._give_up(outcome) if outcome.status is None else outcome.status
                     if status is not None:
                         return self._end(outcome, status)
             finally:
+                known = self._known if self._run is None else None
                 if self._run is not None:
                     self._run.end(list(self._hosts.links))
-                self._hosts.close()
+                if known is not None:
+                    self._record_kept()
+                    after.callback(replace(self._own, asked=known.asked).write, path)  # for the next manager
+                self._hosts.close(keeps=known is not None)
+
+    def _take_up(self) -> None:
+        """Finds out what hosts hold of an earlier manager's runs, and which may: nothing newer is to be forgotten."""
+        up, known = self._hosts.up(), self._known
+        self._watch = JobWatch(max([known.attempt if known else 0, *(link.attempt for link in up.values())]))
+        self._held = max([self._held, *(link.held for link in up.values())])
+        if self._watch.attempt and self._held[0] < 0 and self._hosts.links.keys() - up.keys():
+            self._held = 0, 0  # some step of those that do not answer
+
+    def _record_kept(self) -> None:
+        """Says what a start that has come to nothing leaves as it was."""
+        step, _ = held = max((link.held for link in self._hosts.links.values()), default=(-1, 0))
+        hosts = [host for host, link in self._hosts.links.items() if link.held == held]
+        what = f"step {step} stays in memory of {', '.join(hosts)}" if step >= 0 else "what hosts have in memory stays"
+        text = f"{what} for {self._morphing.keep_seconds:g} s: the same command goes on from it"
+        self._log.record("kept", text, step=step)
 
     # a start
 
@@ -115,6 +149,9 @@ class Manager:
         options = replace(options, variables={**variables, **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
+        if self._own is not None:
+            self._own = replace(self._own, attempt=self._watch.attempt + 1)
+            self._own.write(self._address[0])
         factors = self._hosts.slow.factors()
         self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
         place = JobPlace(
@@ -131,7 +168,17 @@ class Manager:
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held
         run.end([host for host in names if host not in outcome.lost])
+        if state is not None and not outcome.lost and (words := run.watch.refusal):
+            return self._put_aside(state, outcome, words)
         return outcome
+
+    def _put_aside(self, state: State, outcome: Outcome, words: str) -> Outcome:
+        """Returns the outcome of a run that could not load its state: the next older one is taken."""
+        self._checkpoints.aside.add(state.key)
+        self._gone = self._held
+        where = f"the state of step {state.step} in memory of {', '.join(state.hosts)}"
+        self._log.record("put_aside", f"{where} cannot be loaded, and is put aside: {words}", step=state.step)
+        return replace(outcome, status=None, error=0, killed=None)
 
     def _wait_for_hosts(self, seconds: float = 0.0) -> dict[str, int]:
         """Returns the hosts to run on, once there are enough, and some seconds have passed."""
@@ -161,7 +208,8 @@ class Manager:
         deadline, has_logged = time.monotonic() + self._morphing.state_wait_seconds, False
         while True:
             up = self._hosts.up()
-            state, missing = find_state(list(up.values())), sorted(self._hosts.links.keys() - up.keys())
+            state = find_state(list(up.values()), aside=self._checkpoints.aside)
+            missing = sorted(self._hosts.links.keys() - up.keys())
             if self._gone == self._held or (state is not None and state.step >= self._held[0]):
                 return state
             if is_over := not missing or time.monotonic() > deadline:
@@ -184,7 +232,12 @@ class Manager:
         where = f"{num_ranks} ranks on {', '.join(names)}"
         text, details = f"start on {where}", dict[str, Any](hosts=list(names), ranks=num_ranks)
         if state is not None:
-            text = f"goes on from step {state.step}, in memory of {', '.join(state.hosts)}: {where}"
+            text = (
+                f"goes on from step {state.step}, in memory of {', '.join(state.hosts)} for {state.age_seconds:.0f} s"
+            )
+            asked, before = _asked_of(self._options), self._known.asked if self._known else {}
+            others = [f"{name} is {asked[name]}, was {its}" for name, its in before.items() if asked.get(name) != its]
+            text, self._known = "; ".join([text, *others]) + f": {where}", None
             details |= {"step": state.step, "from": state.hosts}
         self._log.record("start", text, **details)
 
@@ -192,16 +245,18 @@ class Manager:
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         """Records a signal; a second one that asks to end ends the job at once."""
-        heard, now = signal.Signals(number), time.monotonic()
+        heard, now = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number), time.monotonic()
         is_later = bool(self._signals) and now - self._first_signal > BEAT_SECONDS  # a scheduler may send several
+        if heard == signal.SIGINT and self._signals.count(heard) and not is_later:
+            return
         self._first_signal = self._first_signal if self._signals else now
         self._signals.append(heard)
-        is_hasty = heard in (signal.SIGINT, signal.SIGHUP) or is_later
+        is_hasty = heard == signal.SIGINT or is_later
         if is_hasty and self._run is not None:
             self._run.job.kill()
-        if is_hasty or (self._run is None and heard != signal.SIGUSR1):
+        if is_later or (self._run is None and heard != signal.SIGUSR1):
             raise KeyboardInterrupt
-        if self._run is None:
+        if self._run is None or is_hasty:
             raise _EndedBySignal
 
     def _raise_if_signalled(self) -> None:
@@ -214,17 +269,16 @@ class Manager:
         """Returns what the whole job ends with: `SAVED` for what hosts held in memory only once that is on disk."""
         folder, fault = self._morphing.checkpoints, "there was no --checkpoints"
         if folder is not None and status:
-            fault = self._checkpoints.save(list(self._hosts.up().values()))
+            fault = self._checkpoints.finish(list(self._hosts.up().values()), self._morphing.end_wait_seconds)
+        elif folder is not None:
+            self._checkpoints.finish(None, self._morphing.end_wait_seconds)
         if status == HELD:
             status = 1 if fault else SAVED
             if fault:
                 text = f"step {self._watch.num_steps} is gone with this job: {fault}"
                 if folder is not None:
-                    from autovaruna.checkpoint.source import words_of_newest  # with torch, as above
-
                     text += f". {words_of_newest(folder)}"
                 self._log.record("unsaved", text)
-        self._checkpoints.wait()
         self._log.record("end", f"{outcome.why}: status {status}", status=status)
         return status
 
@@ -247,7 +301,7 @@ class Manager:
 
 
 class _EndedBySignal(KeyboardInterrupt):
-    """A signal has asked the job to end while none of its ranks runs."""
+    """A signal has asked the job to end while none of its ranks runs, or at once."""
 
 
 class Restarts:
@@ -275,7 +329,7 @@ class Restarts:
         self._num_in_vain = 0 if is_further else self._num_in_vain + 1
         if is_further:
             self._ends.clear()
-        if outcome.unfit:
+        if outcome.unfit or outcome.is_asked:
             return ""
         now = time.monotonic()
         self._times.append(now)
@@ -299,10 +353,19 @@ def _words_of_ends(outcome: Outcome, step: int) -> str:
 
 
 def _name_of(options: LaunchOptions, script: bytes) -> str:
-    """Returns a name of a job, which a manager that is started again finds it by."""
-    digest = hashlib.sha256(script).hexdigest()
-    words = [str(options.code_dir), options.script, digest, options.arguments, options.resume_step]
+    """Returns a name of a job, which a manager that is started again finds it by: all that the script is given."""
+    assert options.morphing is not None
+    digest, given = hashlib.sha256(script).hexdigest(), {**os.environ, **options.variables}
+    names = {name.decode() for name in _READS.findall(script)} | options.variables.keys()
+    words: list[Any] = [str(options.code_dir), options.script, digest, options.arguments, options.resume_step]
+    words += [options.morphing.job, {name: given.get(name) for name in sorted(names)}]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def _asked_of(options: LaunchOptions) -> dict[str, str]:
+    """Returns what a job may be given otherwise when it goes on, each in words."""
+    names = "batch_size", "num_stages", "chunk_size", "num_ranks"
+    return {name: str(getattr(options, name)) for name in names}
 
 
 def start(options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[LaunchOptions, Grid | None]]) -> int:

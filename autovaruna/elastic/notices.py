@@ -11,17 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.token_server import Server, connect
+from autovaruna.runtime.tls import Authority, Connection, Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
+_MANAGER, _NOTIFIER = "manager", "notifier"  # their names in a job
 EXAMPLE = "autovaruna notify node07 --seconds 120"
 
 
@@ -45,14 +45,29 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Address:
-    """How the manager of a job is reached, and what its keepers know; the file can be read by its user alone."""
+    """How the manager of a job is reached, and what keepers know it by; the file can be read by its user alone."""
 
     host: str
     port: int
-    token: str
+    key: str  # of the job's authority
     process: int
     job: str
     folder: str
+    attempt: int = 0  # the newest run
+    asked: Mapping[str, str] = field(default_factory=dict)  # what the job was started with, beside its name
+
+    @property
+    def reached_at(self) -> str:
+        """A name of its host, which may be one that nobody can look up."""
+        return "localhost" if self.host == socket.gethostname() else self.host
+
+    def write(self, path: Path) -> None:
+        """Writes the file, if there is a HOME that can be written to; else there are no notices from elsewhere."""
+        before = os.umask(0o077)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(path, json.dumps(vars(self)), is_synced=False)
+        os.umask(before)
 
     @property
     def is_dead(self) -> bool:
@@ -70,25 +85,30 @@ def new_address_file() -> Path:
 
 @contextmanager
 def receiving_notices(
-    path: Path, record: Callable[[str, float], str], token: str, job: str, folder: str
-) -> Iterator[None]:
-    """Receives notices within the context, by an address in a file; it stays if the manager is killed.
+    path: Path,
+    record: Callable[[str, float], str],
+    authority: Authority,
+    job: str,
+    folder: str,
+    asked: Mapping[str, str],
+    known: Address | None,
+) -> Iterator[Address]:
+    """Receives notices within the context, by an address in a file, which stays if the manager is killed.
 
-    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
+    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none. `known` is
+    what an earlier manager of the job has left, whose place this one takes.
     """
 
     def answer(connection: Connection, request: Mapping[str, Any]) -> None:
         fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
-    address = Address(socket.gethostname(), Server(token.encode(), answer).port, token, os.getpid(), job, folder)
-    before = os.umask(0o077)
-    with suppress(OSError):  # without a HOME that can be written to, there are no notices from elsewhere
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(path, json.dumps(vars(address)), is_synced=False)
-    os.umask(before)
+    port = Server(authority.credentials(_MANAGER), answer).port
+    attempt = 0 if known is None else known.attempt
+    address = Address(socket.gethostname(), port, authority.key, os.getpid(), job, folder, attempt, asked)
+    address.write(path)
     try:
-        yield
+        yield address
     finally:
         path.unlink(missing_ok=True)
 
@@ -124,9 +144,10 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     faults = []
     for path, address in _addresses():
         try:
-            with connect(address.host, address.port, address.token.encode()) as connection:
+            own = Authority(address.key).credentials(_NOTIFIER)
+            with connect(address.reached_at, address.port, own, _MANAGER) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
-                faults.append(json.loads(connection.recv_bytes(1 << 20))["fault"])
+                faults.append(json.loads(connection.recv_bytes())["fault"])
         except (OSError, EOFError, ValueError):
             if address.is_dead:
                 path.unlink(missing_ok=True)

@@ -40,6 +40,10 @@ class MorphingOptions:
     has_standby: bool = True
     start_seconds: float = 30.0
     keep_seconds: float = 60.0
+    end_wait_seconds: float = 600.0
+    job: str = ""
+    forget_memory: bool = False
+    insecure_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,10 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")
     add("--start_seconds", type=float, default=30.0, metavar="S", help="most that ranks take to start on a host (30)")
     add("--keep_seconds", type=float, default=60.0, metavar="S", help="hosts keep states without a manager (60)")
+    add("--end_wait_seconds", type=float, default=600.0, metavar="S", help="most to wait for the last checkpoint (600)")
+    add("--job", default="", metavar="NAME", help="another job for each name, though script and arguments are the same")
+    add("--forget_memory", action="store_true", help="begin without what a killed run has left in memory of hosts")
+    add("--insecure_copies", action="store_true", help="copies between hosts go as they are, for trusted networks")
     add("--no_standby", dest="has_standby", action="store_false", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")

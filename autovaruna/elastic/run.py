@@ -37,6 +37,7 @@ class Outcome:
     killed: tuple[int, int] | None = None  # the rank that a signal has ended, for whatever reason, and its step
     lost: tuple[str, ...] = ()  # hosts that do not answer any more
     unfit: tuple[str, ...] = ()  # hosts on which no rank can be started
+    is_asked: bool = False  # whether the job goes on elsewhere by wish: that is no start in vain
     began: float = field(default_factory=time.monotonic)  # when it was noticed
 
 
@@ -70,11 +71,12 @@ class JobRun:
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
-        hosts.begin(self._own, self._number)
         self.job = MpiJob(options, grid, place, lambda rank, status: self._ended.put((rank, status)))
+        hosts.begin(self._own, self._number, self.job.num_ranks)
         self.job.start()
         assert options.morphing is not None
         self._start_seconds = options.morphing.start_seconds
+        self._next_look = time.monotonic() + self._start_seconds  # at whether hosts reach each other
         self._deadline = time.monotonic() + self._start_seconds  # of the start, and later of what ranks are asked for
 
     def follow(
@@ -82,23 +84,25 @@ class JobRun:
     ) -> Outcome:
         """Returns how the run ends; `since` is when the one before ended, `seconds` what the start took, by phase."""
         hosts, started = self._hosts, time.monotonic()
-        has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
+        has_stepped = has_dropped = False
         leaving: Outcome | None = None
         while True:
             hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
-            hosts.begin_anew(self._own, self._number)
+            hosts.begin_anew(self._own, self._number, self.job.num_ranks)
+            hosts.record_copy_faults(self._own)
             if (outcome := self._fault(leaving)) is not None:
-                return outcome
+                return self._or_apart(outcome)
             if not has_stepped and self.watch.num_steps > self._first_step:
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
+                hosts.slow.record_start(time.monotonic() - since)
                 self._log.record("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
             if (step := self.watch.held_step(self._own)) >= 0:
                 self.held = max(self.held, (step, self._number))
-                if kept != self.held[1]:
-                    kept = self.held[1]
-                    hosts.ask(hosts.links, "drop", before=self._number, but=kept)
+                due = [host for host in hosts.links if not has_dropped or hosts.keeps_older(host, step)]
+                hosts.ask(due, "drop", before=self._number, step=step)
+                has_dropped = True
                 hosts.release(self._own)
                 checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
             if signals and self._asked != signal.SIGTERM:
@@ -150,6 +154,10 @@ class JobRun:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
         if self.job.unstarted_hosts and time.monotonic() > self._deadline:
             return self._not_started(f"not every rank has started within {self._start_seconds:g} s", 1)
+        if self.watch.num_steps_here < 2 and time.monotonic() > self._next_look:  # messages may wait for ever
+            self._next_look = time.monotonic() + self._start_seconds
+            if (apart := self._apart()) is not None:
+                return apart
         if (hang := self.watch.hang()) is not None:
             return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
         return None
@@ -183,19 +191,24 @@ class JobRun:
         ended = self.job.output.ended
         early = _words_of_early(ended)
         if status == LOST_OTHERS:
-            first = next(((its, each) for its, each in ended.items() if each not in (0, status)), None)
+            first = self._first_fault(0, status)
             if first is None:
                 gone = self.watch.first_gone(ended)
                 if early and not gone:
                     return self._by_script(early, 1)
                 return Outcome(gone or f"rank {rank} has lost other ranks")
             rank, status = first
+        if status == -signal.SIGTERM:
+            rank, status = self._first_fault(0, status, LOST_OTHERS) or (rank, status)
         if status < 0:
             killed = signal.Signals(-status)
             if killed == signal.SIGTERM and early:  # mpirun has sent it
                 return self._by_script(early, 1)
             if killed == signal.SIGTERM and self.job.unstarted_hosts:
                 return self._not_started("mpirun has ended ranks before all had started", 1)
+            if killed == signal.SIGTERM:  # which mpirun sends to all once it ends one
+                why = "mpirun, or somebody, has ended ranks by SIGTERM"
+                return Outcome(why, error=0 if self._goes_on else 128 + killed)
             why = f"rank {rank} was ended by {killed.name}"
             if killed == signal.SIGKILL and self.watch.is_out_of_memory(rank):
                 why += "; the kernel of its host says out of memory"
@@ -204,8 +217,16 @@ class JobRun:
 
     def _by_script(self, why: str, status: int) -> Outcome:
         """Returns the outcome where the script has ended by itself."""
-        goes_on = self.watch.holds_any or self._has_state
-        return Outcome(why, None if goes_on else status, error=status)
+        return Outcome(why, None if self._goes_on else status, error=status)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there is a state that another run can go on from."""
+        return self.watch.holds_any or self._has_state
+
+    def _first_fault(self, *others: int) -> tuple[int, int] | None:
+        """Returns the first rank that has ended with another status than these, and its status; None: none has."""
+        return next(((rank, each) for rank, each in self.job.output.ended.items() if each not in others), None)
 
     def _or_lost(self, lost: Sequence[str], outcome: Outcome) -> Outcome:
         """Returns the outcome, or that hosts were lost, if any does not answer: what ranks did follows from it."""
@@ -213,6 +234,18 @@ class JobRun:
             return outcome
         self._hosts.cut(lost)
         return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost), began=outcome.began)
+
+    def _or_apart(self, outcome: Outcome) -> Outcome:
+        """Returns the outcome, or that hosts do not reach each other, where a run has come to nothing."""
+        is_blamed = self._asked is not None or outcome.lost or outcome.unfit or self.watch.refusal
+        if is_blamed or outcome.status == 0 or self.watch.num_steps_here > 1:
+            return outcome
+        return self._apart() or outcome
+
+    def _apart(self) -> Outcome | None:
+        """Returns the outcome where hosts do not reach each other; None: they do."""
+        apart = self._hosts.find_apart(self._own) if len(self._own) > 1 else {}
+        return Outcome("; ".join(apart.values()), unfit=tuple(apart)) if apart else None
 
     def _left_by_itself(self) -> Outcome:
         """Returns the outcome where ranks were asked to end by signals that came past the manager."""
@@ -249,7 +282,7 @@ class JobRun:
         if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.signalled_hosts):
             return self._by_signal(-self._asked)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
-        return Outcome(why) if why else None
+        return Outcome(why, is_asked=True) if why else None
 
     def _unwanted_host(self) -> str:
         """Says which host of the run is to be left; empty: none."""

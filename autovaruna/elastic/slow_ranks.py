@@ -30,7 +30,9 @@ _MISSING_STEPS = 100  # after so many, a step that some rank has not reported is
 OWN_PAST, PREDICTION = "its own past", "the prediction"
 SLOW_FILE = "slow_machines.out"  # gets the hosts that are left out, a name a line, as Varuna writes it
 _BETWEEN_SECONDS = 120.0  # the least time between two plans that are made anew for the sake of speeds
-_LASTING_SECONDS = 10.0  # what is slow for less than a restart takes is not worth one
+_SETTLING_SECONDS = 60.0  # after a start nothing is judged: all hosts have more to do than train
+_WORTH_SECONDS = 600.0  # within which a restart has to win back what it takes
+_LASTING_SECONDS = 10.0  # what is slow for less than a restart takes is not worth one, at the least
 _QUIET_SECONDS = 60.0  # how long nothing more is printed of a rank that is slow from time to time; the events have all
 LEFT_OUT_SECONDS = 600.0  # after which a host is tried again; doubled each time that it is still slow
 
@@ -184,13 +186,10 @@ class _Speed:
     """How many times as long as it should a rank takes, since when, and when that was last printed; 1: as it should."""
 
     factor: float = 1.0
+    own_factor: float = 1.0  # by its own past
     since: float = -math.inf
     last_shown: float = -math.inf
     is_shown: bool = False
-
-    @property
-    def lasts(self) -> bool:
-        return time.monotonic() > self.since + _LASTING_SECONDS
 
 
 class SlowRanks:
@@ -200,11 +199,13 @@ class SlowRanks:
         self._log = log
         self._most = most
         self._until: dict[str, float] = {}
+        self._cost_seconds = _LASTING_SECONDS  # the longest that a start again took
+        self._began = -math.inf
         self._patience: dict[str, float] = {}
         self._has_planned = False
         self._speeds: defaultdict[Place, _Speed] = defaultdict(_Speed)
         self._run: tuple[tuple[str, int], ...] = ()
-        self._planned_for: defaultdict[tuple[tuple[str, int], ...], set[Place]] = defaultdict(set)
+        self._planned_for: defaultdict[tuple[tuple[str, int], ...], dict[Place, float]] = defaultdict(dict)
         self._last_plan = -math.inf
 
     @property
@@ -212,8 +213,42 @@ class SlowRanks:
         """Whether other ranks, of several, are slow for long than the plan knows, which was not made just now."""
         if sum(count for _, count in self._run) < 2:
             return False
+        now = time.monotonic()
+        if now < max(self._began + _SETTLING_SECONDS, self._last_plan + _BETWEEN_SECONDS):
+            return False
         others = [self._speeds[place] for place in self._relevant().keys() ^ self._planned_for[self._run]]
-        return any(each.lasts for each in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
+        return any(map(self._lasts, others)) and self._gain() * _WORTH_SECONDS > self._cost_seconds
+
+    def record_start(self, seconds: float) -> None:
+        """Records that a run has come to its first step, so long after the one before it had ended."""
+        self._began, self._cost_seconds = time.monotonic(), max(self._cost_seconds, seconds)
+
+    def _lasts(self, speed: _Speed) -> bool:
+        return time.monotonic() > speed.since + self._cost_seconds
+
+    def _gain(self) -> float:
+        """Returns which share of a step a plan would save that gives each rank what it does in the same time."""
+        places = [(host, number) for host, count in self._run for number in range(count)]
+        takes = [self._speeds[place].factor for place in places]
+        known = [self._planned_for[self._run].get(place, 1.0) for place in places]
+        now = max(its / planned for its, planned in zip(takes, known, strict=True)) / sum(1 / each for each in known)
+        return 1.0 - 1.0 / sum(1 / each for each in takes) / now
+
+    def _leave_one_out(self) -> None:
+        """Leaves one host out, that one of its ranks has been too slow for longer than a start takes; then no other."""
+        if self._until or time.monotonic() < self._began + _SETTLING_SECONDS:
+            return
+        hosts = dict(self._run)
+        slow = {
+            place[0]: speed.own_factor
+            for place, speed in self._speeds.items()
+            if speed.own_factor >= self._most and self._lasts(speed) and place[0] in hosts
+        }
+        if slow:
+            host = max(slow, key=slow.__getitem__)
+            seconds = self._patience.get(host, LEFT_OUT_SECONDS)
+            self._patience[host], self._until[host] = 2 * seconds, time.monotonic() + seconds
+            self._write()
 
     def record(self, changes: Iterable[tuple[Place, Slow | Recovered]]) -> None:
         """Records which ranks have become slow, or are so no more."""
@@ -223,7 +258,7 @@ class SlowRanks:
             elif (speed := self._speeds[place]).factor > 1.0:
                 text = f"rank {change.rank} on {place[0]} is as fast as before"
                 self._log.record("recovered", text, is_shown=speed.is_shown, host=place[0])
-                speed.factor, speed.since, speed.is_shown = 1.0, time.monotonic(), False
+                speed.factor, speed.own_factor, speed.since, speed.is_shown = 1.0, 1.0, time.monotonic(), False
 
     def _record_slow(self, slow: Slow, place: Place) -> None:
         host, _ = place
@@ -239,11 +274,8 @@ class SlowRanks:
         planned_for = self._planned_for[self._run]
         speed.factor = slow.factor * (speed.factor if place in planned_for else 1.0)
         speed.since = now
-        planned_for.discard(place)
-        if not is_by_plan and slow.factor >= self._most:
-            seconds = self._patience.get(host, LEFT_OUT_SECONDS)
-            self._patience[host], self._until[host] = 2 * seconds, now + seconds
-            self._write()
+        planned_for.pop(place, None)
+        speed.own_factor = speed.own_factor if is_by_plan else slow.factor
 
     def begin(self, hosts: Mapping[str, int]) -> bool:
         """Says whether the plan for the hosts of a run that begins is to be made anew; then that is done."""
@@ -251,7 +283,7 @@ class SlowRanks:
         is_wanted = self.wants_plan
         if is_wanted:
             self._has_planned, self._last_plan = True, time.monotonic()
-            self._planned_for[self._run] = set(self._relevant())
+            self._planned_for[self._run] = self._relevant()
         return is_wanted
 
     def _relevant(self) -> dict[Place, float]:
@@ -261,7 +293,7 @@ class SlowRanks:
             place: speed.factor
             for place, speed in self._speeds.items()
             if speed.factor > 1.0 and place[1] < counts.get(place[0], 0)
-            if speed.lasts or place in self._planned_for[self._run]
+            if self._lasts(speed) or place in self._planned_for[self._run]
         }
 
     def factors(self) -> tuple[float, ...]:
@@ -275,10 +307,13 @@ class SlowRanks:
             for place, speed in self._speeds.items():
                 speed.factor = 1.0 if place[0] == host else speed.factor
             self.forgive(host)
+        self._leave_one_out()
         return host in self._until
 
     def forgive(self, host: str) -> None:
         """Lets a host that was left out be used again."""
+        for place, speed in self._speeds.items():
+            speed.own_factor = 1.0 if place[0] == host else speed.own_factor
         if self._until.pop(host, None) is not None:
             self._write()
 

@@ -13,13 +13,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.save import chunks_of, write_file
+from autovaruna.checkpoint.folder import write_file
+from autovaruna.checkpoint.save import chunks_of
 from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
 from autovaruna.elastic.job_folder import (
+    ALONE,
     COPIED,
     HOLD,
     LEAVE,
@@ -28,6 +29,7 @@ from autovaruna.elastic.job_folder import (
     Reporter,
     clear_slot,
     folders_in,
+    number_in,
     record_full,
     slots_of,
     write_record,
@@ -95,9 +97,8 @@ class Snapshots:
         """Whether another host has the latest snapshot of this one's ranks, where there are others."""
         if self._place.num_hosts == 1 or self._latest is None:
             return True
-        with suppress(OSError, ValueError):
-            return int((self._folder.parent / COPIED).read_text()) >= self._latest
-        return False
+        folder = self._folder.parent
+        return number_in(folder / COPIED) >= self._latest or (folder / ALONE).exists()
 
     @property
     def is_to_leave(self) -> bool:

@@ -178,6 +178,14 @@ class StandbyProcess:
             self._start()
         threading.Thread(target=self._supervise, daemon=True).start()
 
+    @property
+    def fault(self) -> str:
+        """What a process wrote last that has failed, as where torch is missing; empty: it has not."""
+        if self._process is None or (self._process.poll() or 0) <= 0:
+            return ""
+        lines = (self._folder / "standby.log").read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"status {self._process.returncode}")
+
     def _supervise(self) -> None:
         delay = _FIRST_DELAY_SECONDS
         while True:

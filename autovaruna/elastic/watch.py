@@ -18,6 +18,7 @@ _TIMES_LONGEST = 20.0
 _LEAST_WORK_SECONDS = 5e-3  # of a step; what takes less varies by more than slow ranks do
 _STOPPED_SECONDS = 4.0  # how long a process may be stopped, as by a debugger that comes and goes
 _MOST_NAMES = 4
+_UNKNOWN = {"newest": None, "copied": None, "is_alone": False}
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,11 @@ class JobWatch:
         return any(state["newest"] is not None for state in self._states.values())
 
     @property
+    def refusal(self) -> str:
+        """Why ranks of this run could not load the state that they were to go on from; empty: they could."""
+        return next((state["refused"] for state in self._states.values() if state["refused"]), "")
+
+    @property
     def full_hosts(self) -> list[str]:
         """The hosts that have no room for what their ranks, or others, keep in memory."""
         return sorted(host for host, state in self._states.items() if state["is_full"])
@@ -148,9 +154,11 @@ class JobWatch:
         return not self.full_hosts and any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
 
     def held_step(self, hosts: Collection[str]) -> int:
-        """Returns the newest step that hosts have whole, each of several with a copy of another's; -1: none."""
-        states = [self._states.get(host, {"newest": None, "copied": None}) for host in hosts]
-        steps = [its["newest"] if len(states) == 1 else its["copied"] and its["copied"][1] for its in states]
+        """Returns the newest step that hosts have whole, each of several with a copy of another's, if any; -1: none."""
+        states = [self._states.get(host, _UNKNOWN) for host in hosts]
+        alone = [len(states) == 1 or its["is_alone"] for its in states]
+        copied = [its["copied"] and its["copied"][1] for its in states]
+        steps = [its["newest"] if is_alone else step for its, is_alone, step in zip(states, alone, copied, strict=True)]
         return min((-1 if step is None else int(step) for step in steps), default=-1)
 
     def hang(self) -> Hang | None:

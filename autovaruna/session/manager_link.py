@@ -7,18 +7,20 @@ to end there. Whether either is due travels in the `Report` of a call; after tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
-from autovaruna.elastic.job_folder import JobPlace, Reporter, job_place
+from autovaruna.elastic.job_folder import REFUSED, JobPlace, Reporter, job_place
 from autovaruna.elastic.rank_script import HELD
 from autovaruna.elastic.snapshot import HasPosition, Snapshots
-from autovaruna.errors import ConfigError
+from autovaruna.errors import CheckpointError, ConfigError
 from autovaruna.interception.ending import has_signal
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.planner.records import Plan, predicted_seconds
@@ -92,6 +94,16 @@ class ManagerLink:
     @property
     def is_to_leave(self) -> bool:
         return self._snapshots is not None and (has_signal() or self._snapshots.is_to_leave)
+
+    @contextmanager
+    def loading_state(self) -> Iterator[None]:
+        """Tells the manager of a state in memory of hosts that cannot be loaded: the next run takes an older one."""
+        try:
+            yield
+        except CheckpointError as error:
+            if type(error) is CheckpointError and not error.is_second_hand:  # not of a host that could not be reached
+                Path(self.place.folder, REFUSED).write_text(str(error))
+            raise
 
     def agree(self, are_ready: bool, is_any_to_leave: bool) -> None:
         """Decides what is due at the next border: whether all ranks can take a snapshot, and any is to leave."""

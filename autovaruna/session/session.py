@@ -14,8 +14,8 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 
+from autovaruna.checkpoint.folder import words_of_newest
 from autovaruna.checkpoint.save import SaveOptions
-from autovaruna.checkpoint.source import words_of_newest
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec

@@ -77,7 +77,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(save, "write_file", failing)
+    for file in ("save", "folder"):
+        monkeypatch.setattr(f"autovaruna.checkpoint.{file}.write_file", failing)
 
 
 @pytest.mark.parametrize("is_background", [False, True])

@@ -5,14 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autovaruna.elastic.link import Link, ping_all
+from autovaruna.runtime.tls import Authority
 from tests.hosts.emulation import wait_for
 
-TOKEN = "a" * 64
+AUTHORITY = Authority()
 Linked = TypeVar("Linked", bound=Link)
+
+
+def settings_of(folder: Path, host: str = "localhost") -> dict[str, Any]:
+    """Returns the first line to a keeper of a host."""
+    own = asdict(AUTHORITY.credentials(host))
+    return {"folder": str(folder), "credentials": own, "standby": False, "keep_seconds": 0.0}
 
 
 @contextmanager
@@ -20,7 +28,7 @@ def keeper(
     folder: Path, has_standby: bool = False, keep_seconds: float = 0.0, kind: type[Linked] = Link
 ) -> Iterator[Linked]:
     """Returns a keeper's link, once it answers; it ends with the context."""
-    settings = {"folder": str(folder), "token": TOKEN, "standby": has_standby, "keep_seconds": keep_seconds}
+    settings = settings_of(folder) | {"standby": has_standby, "keep_seconds": keep_seconds}
     link, is_over = kind("localhost", settings), threading.Event()
     threading.Thread(target=ping_all, args=({"localhost": link}, is_over), daemon=True).start()
     try:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from autovaruna.elastic import hosts as module
+from autovaruna.elastic import slow_ranks
 from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions
 from autovaruna.elastic.slow_ranks import Slow
-from tests.elastic.keepers import TOKEN
+from tests.elastic.keepers import AUTHORITY
 from tests.hosts.emulation import wait_for
 from tests.mpi.launch import find_mpirun
 
@@ -24,8 +26,8 @@ HOST, OTHER = "localhost", "elsewhere.invalid"
 @contextmanager
 def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
     """Returns the hosts of a job on this machine; its keeper ends with the context."""
-    settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False, "keep_seconds": 0.0}
-    hosts = Hosts({HOST: 1}, options, settings, folder / "own", EventLog(None))
+    settings = {"folder": str(folder / "job"), "standby": False, "keep_seconds": 0.0}
+    hosts = Hosts({HOST: 1}, options, settings, AUTHORITY, folder / "own", EventLog(None))
     try:
         hosts.start(lambda: None)
         assert set(hosts.usable()) == {HOST}
@@ -100,9 +102,40 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
         come_to(hosts, {HOST}, {HOST})  # by another name of the same machine
 
 
+class FakeLink:
+    """A keeper that reaches no hosts but some."""
+
+    address, port, is_answering = "", 0, True
+
+    def __init__(self, host: str, reached: str) -> None:
+        self.host, self._reached = host, reached
+
+    def ask(self, do: str, others: list[tuple[str, str, int]]) -> Future[dict[str, str]]:
+        answer: Future[dict[str, str]] = Future()
+        answer.set_result({name: "no route" for name, _, _ in others if name not in self._reached})
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("reached", "left_out"),
+    [("abcd abcd abcd abcd", ""), ("abcd a abcd abcd", "b"), ("abcd abd abcd abcd", "c"), ("ab ab cd cd", "cd")],
+)
+def test_the_fewest_hosts_are_left_out_so_that_the_others_reach_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str, left_out: str
+) -> None:
+    with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
+        links = {host: FakeLink(host, of_host) for host, of_host in zip("abcd", reached.split(), strict=True)}
+        monkeypatch.setattr(hosts, "links", links)
+        found = hosts.find_apart("abcd")
+        assert "".join(sorted(found)) == left_out and all("no route" in why for why in found.values())
+        monkeypatch.undo()
+
+
 def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slow_ranks, "_LASTING_SECONDS", -1.0)
     with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
+        hosts.slow.begin({HOST: 1})
         hosts.slow.record([((HOST, 0), Slow(0, 30, 2.0, "its own past"))])
         assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
 

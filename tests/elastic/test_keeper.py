@@ -22,12 +22,14 @@ import pytest
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.host_processes import processes_with
-from autovaruna.elastic.job_folder import RankPart, write_record
+from autovaruna.elastic.job_folder import ALONE, RankPart, Reporter, write_record
+from autovaruna.elastic.job_state import find_state
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
+from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.token_server import connect
-from tests.elastic.keepers import TOKEN, keeper
+from autovaruna.runtime.tls import Authority, connect
+from tests.elastic.keepers import AUTHORITY, keeper, settings_of
 from tests.hosts.emulation import wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,18 +45,18 @@ def link(tmp_path: Path) -> Iterator[Link]:
         yield found
 
 
-def read(link: Link, place: str, token: str = TOKEN) -> bytes:
-    """Returns what a keeper answers to whoever wants to read a file."""
-    with connect("127.0.0.1", link.port, token.encode()) as connection:
+def read(link: Link, place: str, authority: Authority = AUTHORITY, host: str = "localhost") -> bytearray:
+    """Returns what a keeper answers to whoever wants to read a file of a host."""
+    with connect("127.0.0.1", link.port, authority.credentials("h2"), host) as connection:
         connection.send_bytes(json.dumps({"read": place, "offset": 0, "count": 100}).encode())
         return connection.recv_bytes()
 
 
-def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights") -> RankPart:
+def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights", num_ranks: int = 2) -> RankPart:
     """Writes a part and returns what it is."""
     slot.mkdir(parents=True)
     record = write_file(slot / "weights", [np.frombuffer(text, np.uint8)], is_new=True)
-    part = RankPart({"weights": record}, {}, 0, {}, step, rank, 2, {})
+    part = RankPart({"weights": record}, {}, 0, {}, step, rank, num_ranks, {})
     write_record(slot, part)
     return part
 
@@ -63,14 +65,25 @@ def test_files_of_the_job_are_read_and_no_others(link: Link, tmp_path: Path) -> 
     (tmp_path / "job" / "mine").write_text("words")
     (tmp_path / "job" / "leads_out").symlink_to(tmp_path / "secret")
     assert read(link, "mine") == b"words"
-    for place in ("../secret", str(tmp_path / "secret"), "leads_out", "token", "./token", "", ".", "none", "a\0b"):
+    for place in (
+        "../secret",
+        str(tmp_path / "secret"),
+        "leads_out",
+        "credentials.json",
+        "./credentials.json",
+        "",
+        ".",
+        "none",
+        "a\0b",
+    ):
         with pytest.raises(REFUSED):
             read(link, place)
-    with pytest.raises(OSError, match="127"):
-        read(link, "mine", "b" * 64)
+    for other in ({"authority": Authority()}, {"host": "h3"}):
+        with pytest.raises(OSError, match="127"):
+            read(link, "mine", **other)
     assert read(link, "mine") == b"words"
     assert oct((tmp_path / "job").stat().st_mode)[-3:] == "700"
-    assert oct((tmp_path / "job" / "token").stat().st_mode)[-3:] == "600"
+    assert oct((tmp_path / "job" / "credentials.json").stat().st_mode)[-3:] == "600"
 
 
 def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path) -> None:
@@ -78,26 +91,27 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
     (tmp_path / "job" / "big").write_bytes(content)
     place = tmp_path / "other" / "restore" / "big"
     place.parent.mkdir(parents=True)
-    (tmp_path / "other" / "token").write_text(TOKEN)
-    Pointer("127.0.0.1", link.port, "big").write(place)
+    credentials = tmp_path / "other" / "credentials.json"
+    credentials.write_text(json.dumps(asdict(AUTHORITY.credentials("h2"))))
+    Pointer("127.0.0.1", link.port, "localhost", "big").write(place)
     found = bytearray(len(content))
     with open_bytes(place) as file:
         count = 0
         while more := file(memoryview(found)[count:], count):
             count += more
     assert found == content
-    Pointer("127.0.0.1", link.port, "../secret").write(place)
+    Pointer("127.0.0.1", link.port, "localhost", "../secret").write(place)
     with open_bytes(place) as file, pytest.raises(CheckpointError, match=r"\.\./secret cannot be read from memory"):
         file(memoryview(found), 0)
-    (tmp_path / "other" / "token").write_text("b" * 64)
+    credentials.write_text(json.dumps(asdict(Authority().credentials("h2"))))
     with pytest.raises(CheckpointError, match="big lies in memory of another host, which cannot be reached"):
         open_bytes(place).__enter__()
 
 
-def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytes:
+def send(link: Link, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
     """Returns what a keeper answers to whoever sends a copy of a part."""
-    with connect("127.0.0.1", link.port, TOKEN.encode()) as connection:
-        connection.send_bytes(json.dumps({"part": part, "attempt": 4}).encode())
+    with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
+        connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
         for piece in pieces:
             connection.send_bytes(piece)
         return connection.recv_bytes()
@@ -105,6 +119,7 @@ def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytes:
 
 def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     part = part_in(tmp_path / "slot")
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
     assert send(link, asdict(part), [b"wei", b"ghts"]) == b"taken"
     ((found),) = link.ask("inventory").result(10.0)
     assert found["attempt"] == 4 and found["place"].startswith("attempt-00004/copy-00001/slot-")
@@ -112,6 +127,9 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     for pieces in ([b"weighty"], [b"weights too long"]):
         with pytest.raises(REFUSED):
             send(link, asdict(replace(part, step=5)), pieces)
+    for attempt, changed in ((3, part), (5, part), (4, replace(part, num_ranks=1, rank=0)), (4, replace(part, rank=2))):
+        with pytest.raises(REFUSED):
+            send(link, asdict(replace(changed, step=10**9)), [b"weights"], attempt)
     for name in ("../weights", "/weights", "a/b", ".."):
         with pytest.raises(REFUSED):
             send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
@@ -119,9 +137,20 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
 
 
+def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link, tmp_path: Path) -> None:
+    """Once, a part of step 10^9, of rank 0 of 1, was the newest state, and was written over a checkpoint."""
+    attempt = tmp_path / "job" / "attempt-00001"
+    link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
+    Reporter(attempt / "rank-00000").begin_call(7, False, 0.0)
+    for number, (step, num_ranks) in enumerate([(6, 1), (7, 1), (10**9, 1), (8, 2)]):
+        part_in(attempt / f"copy-0000{number}" / "slot-0", rank=0, step=step, num_ranks=num_ranks)
+    assert [find_state([link], aside=aside).key for aside in ((), {(7, 1)})] == [(7, 1), (6, 1)]
+
+
 def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: Path) -> None:
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
-    pointer = asdict(Pointer("h2", 5, "there"))
+    pointer = asdict(Pointer("h2", 5, "h2", "there"))
     own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
     link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
     place = tmp_path / "job" / "restore"
@@ -130,9 +159,9 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
         link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
-    link.ask("drop", before=3, but=1).result(10.0)
-    assert (tmp_path / "job" / "attempt-00001").exists(), "it has the newest step"
-    link.ask("drop", before=2).result(10.0)
+    link.ask("drop", before=2, step=2).result(10.0)
+    assert (tmp_path / "job" / "attempt-00001").exists(), "it has a newer step"
+    link.ask("drop", before=2, step=3).result(10.0)
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
 
 
@@ -142,16 +171,42 @@ def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, t
         slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
         slot.mkdir(parents=True)
         (slot / "weights").symlink_to("/dev/full")
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
     with pytest.raises(REFUSED):
         send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
     wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
-    link.ask("begin", number=5, buddy=None).result(10.0)
+    link.ask("begin", number=5, num_ranks=1, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
+
+
+def test_copies_that_do_not_arrive_are_told_with_their_reason_and_ranks_go_on_without(
+    link: Link, tmp_path: Path
+) -> None:
+    """Once, where hosts had no names, the first snapshot was the last, and no checkpoint was written."""
+    link.ask("begin", number=1, num_ranks=1, buddy=["nowhere.invalid", 1, "h2"]).result(10.0)
+    reporter = Reporter(tmp_path / "job" / "attempt-00001" / "rank-00000")
+    reporter.record_snapshot(0, 3)
+    wait_for(lambda: link.ask("ping").result(10.0)["copy_fault"], "a fault", 30.0)
+    to, why = link.ask("ping").result(10.0)["copy_fault"]
+    assert to == "h2" and "nowhere.invalid" in why
+    watch = JobWatch(1)
+    watch.record("h1", link.ask("ping").result(10.0))
+    assert watch.held_step(["h1", "h2"]) == -1
+    wait_for(lambda: (tmp_path / "job" / "attempt-00001" / ALONE).exists(), "ranks that do not wait", 60.0)
+    watch.record("h1", link.ask("ping").result(10.0))
+    assert watch.held_step(["h1"]) == 3
+
+
+def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
+    others = [["localhost", "127.0.0.1", link.port], ["h2", "127.0.0.1", link.port], ["h3", "nowhere.invalid", 1]]
+    found = link.ask("reach", others=others).result(30.0)
+    assert found.keys() == {"h2", "h3"}, "another host, and none"
 
 
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(slots[0], step=6)
     part_in(slots[1], step=7)
     (slots[1] / "weights").write_bytes(b"weighed")
@@ -159,9 +214,9 @@ def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
-    settings = {"folder": str(tmp_path / "job"), "token": TOKEN, "standby": False, "keep_seconds": 0.0}
-    second = Link("localhost", settings)
+    second = Link("localhost", settings_of(tmp_path / "job"))
     second.wait(20.0)
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
@@ -170,6 +225,16 @@ def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link
     wait_for(lambda: link.is_silent, "a silent keeper")
     with keeper(tmp_path / "job") as third:
         assert [each["part"]["step"] for each in third.ask("inventory").result(10.0)] == [3] and link.is_gone
+
+
+def test_a_host_on_which_the_script_cannot_run_says_why(tmp_path: Path) -> None:
+    """Once, one that was added and had no torch was passed over in silence."""
+    wanted = {"versions": {"torch": "0.1"}, "files": [str(tmp_path), "/nowhere/train.py"]}
+    link = Link("localhost", settings_of(tmp_path / "job") | wanted)
+    wait_for(lambda: link.is_up, "a keeper")
+    assert link.fault.endswith(", 0.1 expected; there is no /nowhere/train.py"), link.fault
+    link.quit()
+    link.wait(10.0)
 
 
 def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
@@ -214,9 +279,11 @@ def test_what_a_host_holds_goes_to_the_keeper_that_comes_in_time(tmp_path: Path)
             for attempt in (1, 2)
         ]
         part_in(slot)
+        (folder / "attempt-00001" / "ranks").write_text("2")
         with keeper(folder) as link:
+            assert link.held == (3, 1), "for which others are waited that may have its other parts"
             assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
-            link.ask("begin", number=2, buddy=None).result(10.0)
+            link.ask("begin", number=2, num_ranks=1, buddy=None).result(10.0)
             assert ranks[0].wait(10.0) == -signal.SIGKILL, "what is left of a run before is ended"
             assert ranks[1].poll() is None, "the run goes on of which a keeper alone was lost"
         assert not folder.exists()

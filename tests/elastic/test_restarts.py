@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from autovaruna.elastic.host_processes import processes_with
-from autovaruna.elastic.manager import Restarts
+from autovaruna.elastic.manager import Restarts, _name_of
+from autovaruna.elastic.options import LaunchOptions, MorphingOptions
 from autovaruna.elastic.run import Outcome
 from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until
 from tests.products import WHOLE
@@ -39,9 +41,21 @@ def killed(rank: int = 1, step: int = 7) -> Outcome:
         (100, [(killed(), step) for step in range(20)], ""),
         (100, [(each, 7) for each in (killed(), FAILED, NOBODY, killed(), FAILED, NOBODY, FAILED)], "three runs"),
         (4, [(NOT_STARTED, 7)] * 20, ""),
+        (4, [(Outcome("host h2 is there", is_asked=True), step) for step in range(20)], ""),
         (4, [(NOBODY, step) for step in range(5)], "5 starts again within an hour"),
     ],
-    ids=["fails", "comes further", "killed", "at other steps", "others", "later", "both", "not started", "too often"],
+    ids=[
+        "fails",
+        "comes further",
+        "killed",
+        "at other steps",
+        "others",
+        "later",
+        "both",
+        "not started",
+        "asked for",
+        "too often",
+    ],
 )
 def test_a_job_that_fails_in_vain_is_given_up(most: int, runs: list[tuple[Outcome, int]], why: str) -> None:
     """Or ends too often. Faults during recoveries are not the script's; neither are hosts where no rank can start."""
@@ -144,6 +158,79 @@ def test_a_rank_that_is_killed_at_the_same_step_again_and_again_ends_the_job(tmp
     status, said = run(tmp_path, TRAINS.replace("FIRST", "0") + dies, num_ranks=1)
     assert status == 137 and "rank 0 was killed three times at step 4 (SIGKILL): the job is given up" in said, said
     assert said.count("has not called model.resume()") == 1 and said.count("step 4\n") == 3, said
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 75)], ids=lambda each: str(each))
+def test_ctrl_c_and_a_terminal_that_closes_save_what_there_is(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    with started(tmp_path, RESUMES, "--checkpoints", str(tmp_path / "saved"), num_ranks=1) as job:
+        said = read_until(job, "[0] step 9")
+        job.send_signal(number)
+        said += job.communicate(timeout=60)[0]
+    (saved,) = (tmp_path / "saved").glob("step-*")
+    assert job.returncode == status and int(saved.name[5:]) >= 5, said
+
+
+def test_a_start_that_is_refused_keeps_what_there_is_and_says_so(tmp_path: Path) -> None:
+    """Once, it removed what hosts held. With another value of a variable that the script reads it is another job."""
+    script, machines = RESUMES.replace("0.1)", "float(os.getenv('RATE', '0.1')))"), tmp_path / "machines"
+    machines.write_text("localhost\n")
+    options = ["--machine_list", str(machines), "--keep_seconds", "60", "--start_seconds", "20"]
+    with started(tmp_path, script, *options, num_ranks=1) as job:
+        read_until(job, "[0] step 9")
+    machines.write_text("localhost\nelsewhere.invalid\n")
+    status, said = run(tmp_path, script, *options, "--min_ranks", "2", num_ranks=1)
+    assert status == 1 and re.search(r"step \d+ stays in memory of localhost for 60 s: the same command", said), said
+    machines.write_text("localhost\n")
+    with started(tmp_path, script, *options, "--batch_size", "4", num_ranks=1) as job:
+        said = read_until(job, "autovaruna: training")
+    assert re.search(r"step \d+, in memory of localhost for \d+ s; batch_size is 4, was None: 1 ranks", said), said
+
+
+def name_of(script: bytes, variables: dict[str, str], arguments: tuple[str, ...] = (), job: str = "") -> str:
+    """Returns the name of a job."""
+    morphing = MorphingOptions(None, 1, job=job)
+    options = LaunchOptions({}, None, 0, 0, variables, Path("/"), "train.py", arguments, None, None, morphing)
+    return _name_of(options, script)
+
+
+def test_a_job_is_another_one_where_its_script_is_given_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, a run with another rate in a variable went on from what a killed one had left, with the old rate."""
+    reads, plain = b"lr = float(os.environ['LR']); x = os.environ.get(\"X\")", b"print()"
+    names = [name_of(reads, {}), name_of(plain, {}), name_of(plain, {}, ("--lr", "1"))]
+    names += [name_of(plain, {"LR": "1"}), name_of(plain, {}, job="other")]
+    for name in ("LR", "X", "UNREAD"):
+        monkeypatch.setenv(name, "1")
+        names.append(name_of(reads, {}))
+    assert len(set(names)) == len(names) - 1 and names[-1] == names[-2]
+
+
+SPOILS = (
+    RESUMES
+    + """
+    if step == 9 and not os.path.exists("spoilt"):
+        import json, pathlib
+        parts = pathlib.Path(json.loads(os.environ["VARUNA_JOB"])["folder"]).glob("attempt-*/rank-*/slot-*/part.json")
+        newest = max(parts, key=lambda part: json.loads(part.read_text())["step"])
+        open("spoilt", "w").write(str(json.loads(newest.read_text())["step"]))
+        newest.write_text(newest.read_text().replace('"weight"', '"height"'))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def test_a_state_that_cannot_be_loaded_is_put_aside_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    """Once, the job failed three times, was given up, and that state had taken the place of the newest checkpoint."""
+    with started(tmp_path, SPOILS, "--checkpoints", str(tmp_path / "saved"), num_ranks=1) as job:
+        said = read_until(job, "put aside")
+        said += read_until(job, "[0] step 12")
+        job.send_signal(signal.SIGTERM)
+        said += job.communicate(timeout=60)[0]
+    spoilt = int((tmp_path / "spoilt").read_text())
+    firsts = [int(text.split()[0].rstrip(",")) for text in said.split("goes on from step ")[1:]]
+    assert firsts[0] == spoilt > firsts[1] > 0 and said.count("is put aside") == 1, said
+    assert job.returncode == 75 and len(list((tmp_path / "saved").glob("step-*"))) == 1, said
 
 
 def test_a_job_goes_on_from_memory_and_says_75_only_of_what_can_be_loaded(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,34 @@ def test_a_plan_is_made_anew_where_other_hosts_are_slow_than_it_knows(slow_ranks
     slow_ranks.begin(RANKS)
     slow_ranks.record(changes(SLOW))  # slower still than in the run of that plan
     assert slow_ranks.wants_plan and slow_ranks.factors() == (1.0, 1.0, pytest.approx(1.44), 1.0)
+
+
+def test_a_host_is_left_out_that_is_slow_for_longer_than_a_start_takes_and_no_other_beside_it(
+    slow_ranks: SlowRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, ten slow steps of 50 ms put a host out for ten minutes, and on a busy machine two of three."""
+    slow_ranks.record_start(0.3)
+    slow_ranks.record(changes(replace(SLOW, factor=2.0), replace(SLOW, rank=0, factor=2.5)))
+    time.sleep(0.4)
+    assert not slow_ranks.leaves_out("h0") and not slow_ranks.wants_plan, "a run has just begun"
+    monkeypatch.setattr(module, "_SETTLING_SECONDS", -1.0)
+    assert slow_ranks.leaves_out("h0") and not slow_ranks.leaves_out("h1")
+    slow_ranks.forgive("h0")
+    slow_ranks.record(changes(replace(SLOW, rank=0, factor=2.5)))
+    assert not slow_ranks.leaves_out("h0") and slow_ranks.leaves_out("h1"), "as long as it is slow for a moment"
+
+
+@pytest.mark.parametrize(("seconds", "is_wanted"), [(60.0, True), (100.0, False)])
+def test_a_plan_is_made_anew_only_if_it_wins_its_cost_back_in_ten_minutes(
+    slow_ranks: SlowRanks, seconds: float, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks one takes 1.2 times as long: 13 % of a step."""
+    monkeypatch.setattr(module, "_SETTLING_SECONDS", -1.0)
+    slow_ranks.record(changes(SLOW))
+    assert slow_ranks.wants_plan
+    slow_ranks.record_start(seconds)
+    monkeypatch.setattr(module.time, "monotonic", partial(lambda begin: begin + 200.0, time.monotonic()))
+    assert slow_ranks.wants_plan == is_wanted
 
 
 def test_each_set_of_hosts_has_its_own_plan(slow_ranks: SlowRanks):

@@ -51,7 +51,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
     folder = tmp_path / "job"
     expected = undisturbed()
     with keeper(folder) as link:
-        link.ask("begin", number=1, buddy=None).result(10.0)
+        link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
         place, found = JobPlace(str(folder), 1), ["begin 0"]
         for attempt, last in enumerate((6, 11, 0), 2):
             lines = train(place, NUM_STEPS, *([last] if last else []))
@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
                 state = find_state([link])
                 assert state is not None and state.hosts == ["localhost"] and state.step > 0
                 assert not hand_out(state, ["localhost"], {"localhost": link}) and first <= state.step < last
-                link.ask("begin", number=attempt, buddy=None).result(10.0)
+                link.ask("begin", number=attempt, num_ranks=1, buddy=None).result(10.0)
                 place = JobPlace(str(folder), attempt, 1, state.step)
         told = ranks["0"]
         assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
@@ -89,7 +89,7 @@ def test_snapshots_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """Once, none was taken meanwhile, and a job whose rank died lost all steps since; its memory is free afterwards."""
     folder, checkpoints = tmp_path / "job", tmp_path / "checkpoints"
     with keeper(folder, kind=SlowDisk) as link:
-        link.ask("begin", number=1, buddy=None).result(10.0)
+        link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
         variables = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: json.dumps(asdict(JobPlace(str(folder), 1)))}
         with subprocess.Popen([sys.executable, SCRIPT, "1000000"], env=variables, stdout=subprocess.DEVNULL) as rank:
             wait_for(lambda: link.newest() > 0, "a snapshot", 60.0)
@@ -104,13 +104,33 @@ def test_snapshots_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         assert files and all(path.stat().st_nlink == 1 for path in files)
 
 
+class HangingDisk(Link):
+    """The link to a keeper whose disk takes for ever."""
+
+    def ask(self, do: str, **arguments: Any) -> Future[Any]:
+        return Future() if do == "save" else super().ask(do, **arguments)
+
+
+def test_a_disk_that_hangs_is_waited_for_with_words_and_not_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "job"
+    with keeper(folder, kind=HangingDisk) as link:
+        link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
+        train(JobPlace(str(folder), 1), NUM_STEPS, 3)
+        checkpoints = Checkpoints(str(tmp_path / "checkpoints"), 1.0, EventLog(None))
+        assert "has not taken the checkpoint within 1 s" in checkpoints.finish([link], 1.0)
+    said = capsys.readouterr().err
+    assert f"waiting for {tmp_path / 'checkpoints'} to take a checkpoint" in said and "within 1 s" in said
+
+
 def test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     with keeper(folder) as link:
-        link.ask("begin", number=1, buddy=None).result(10.0)
+        link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
         train(JobPlace(str(folder), 1), NUM_STEPS, 3)
         file, *_ = folder.rglob("slot-0/model-*")
-        link.ask("begin", number=2, buddy=None).result(10.0)
+        link.ask("begin", number=2, num_ranks=1, buddy=None).result(10.0)
         full = JobPlace(str(folder), 2).of_rank(0) / "slot-0"
         full.mkdir(parents=True)
         (full / file.name).symlink_to("/dev/full")

@@ -146,6 +146,34 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         assert not [line for line in other.differences() if "weights" not in line], other.text
 
 
+def test_hosts_without_names_and_two_that_do_not_reach_each_other(hosts: Hosts):
+    """Once, no copies were made of such hosts, and a start on such two was tried three times, and blamed on a rank."""
+    names = hosts.path("h1", "/run/hosts").read_text()
+    saved = hosts.shared / "saved"
+    options = ["--start_seconds", "20", "--checkpoints", str(saved), "--checkpoint_seconds", "1"]
+    try:
+        for host in hosts.names:
+            hosts.path(host, "/run/hosts").write_text("127.0.0.1 localhost\n")
+        hosts.run("h2", ["ip", "route", "add", "unreachable", hosts.address("h3")])
+        listed = [hosts.address(host) for host in hosts.names]
+        with closing(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)], options, listed)) as run:
+            run.wait_for_steps(5, START_SECONDS)
+            run.wait(lambda: run.events[-1]["event"] in ("running", "checkpoint"), "a run")
+            ended = next(event for event in run.events if event["event"] == "ended")
+            assert "does not reach" in ended["text"] and "rank" not in ended["text"], run.text
+            starts = [event["hosts"] for event in run.events if event["event"] == "start"]
+            assert starts in ([listed, listed[:2]], [listed, [listed[0], listed[2]]]), run.text
+            since = len(run.events)
+            run.strike(run.ranks()[1][1])
+            run.wait_for_event("running", since)
+            start = next(event for event in run.events[since:] if event["event"] == "start")
+            assert start["step"] > 0 and run.wait_for_event("checkpoint", 0)["path"], run.text
+    finally:
+        for host in hosts.names:
+            hosts.path(host, "/run/hosts").write_text(names)
+        hosts.run("h2", ["ip", "route", "delete", "unreachable", hosts.address("h3")], check=False)
+
+
 def plain_losses(num_samples: int, batch_size: int) -> list[float]:
     """Returns the losses of an epoch in plain PyTorch."""
     torch.manual_seed(0)
