@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import zip_longest
+from operator import getitem
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from autovaruna.graph.operators import (
     Linearity,
     Merge,
     ScalingUse,
+    Trait,
     arguments,
+    has,
     is_differentiable,
     is_random,
     name_of,
@@ -68,6 +71,7 @@ class OutputSpec:
         needs_gradient: whether a backward can start from it.
         outer: how often all samples come one after the other in that dimension, a number or an expression of lengths:
             ``time`` where ``(time, batch)`` was made one dimension.
+        merge: how integers and truths of micro-batches become that of the batch.
     """
 
     node: str
@@ -76,6 +80,7 @@ class OutputSpec:
     dimension: int
     needs_gradient: bool
     outer: Any = 1
+    merge: Merge = Merge.SUM
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,17 @@ def _classify_one(
             f"{origin(node) or node.name}, where time and batch are one dimension. Expected "
             "an output that has them apart; reshape it after the call."
         )
-    return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times)
+    merge = _merge_of(node, graph) if kind is OutputKind.TOTAL else Merge.SUM
+    return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times, merge)
+
+
+def _merge_of(node: fx.Node, graph: KnownGraph) -> Merge:
+    """Returns how a number that is no mean becomes that of the batch: some are the greatest or least of it."""
+    while node.args and isinstance(node.args[0], fx.Node) and (has(node, Trait.SAME_NUMBER) or node.target is getitem):
+        node = node.args[0]
+    merge, source = operator_of(node).merge, node.args[0] if node.args else None
+    is_of_samples = isinstance(source, fx.Node) and graph.sizes.has_samples(source)
+    return merge if is_of_samples and merge in (Merge.LARGEST, Merge.SMALLEST) else Merge.SUM
 
 
 def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:

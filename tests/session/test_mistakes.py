@@ -332,6 +332,19 @@ def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
         AutoVaruna(GRAPH, TwoSteps(GRAPH.parameters(), lr=0.1), **WHOLE, **QUIET)(*JOINED)
 
 
+def test_truths_and_greatest_integers_of_micro_batches_become_those_of_the_batch() -> None:
+    """Once, whether all are so was whether any micro-batch's are, and the greatest integers were added up."""
+
+    def told(self: Any, x: Tensor) -> Any:
+        out = self.last(x)
+        classes = out.argmax(1)
+        return out, (out < 1e6).all(), (out > out.detach().sort(1).values[:, :1]).all(), classes.max(), classes.amin()
+
+    model = Written(told, last=nn.Linear(WIDTH, CLASSES))
+    for found, expected in zip(AutoVaruna(model, **ONE)(**X), model(**X), strict=True):
+        assert torch.equal(found, expected)
+
+
 class Clipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
