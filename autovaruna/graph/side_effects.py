@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
+import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +20,8 @@ from autovaruna._torch import FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
 from autovaruna.graph.guards import OF_MODULES, Unusable, UsedError, entries, full_name, is_constant, records, restored
-from autovaruna.graph.outside import OutsidePlace, is_installed, read_outside
-from autovaruna.graph.source_lines import where_raised
+from autovaruna.graph.outside import CONTAINERS, OutsidePlace, is_installed, items_of, read_outside
+from autovaruna.graph.source_lines import line_with, where_raised
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,12 @@ logger = logging.getLogger(__name__)
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
 _Cache: Any = type(cache(len))
 _MOST_NAMES = 5
+_STATES: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda each: each.getstate(),
+    numpy.random.RandomState: lambda each: (each.get_state()[1].tolist(), *each.get_state()[2:]),
+    numpy.random.Generator: lambda each: each.bit_generator.state,
+}
+"""Generators that a script makes, and what changes as each draws."""
 
 
 @contextmanager
@@ -132,6 +141,31 @@ def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str],
         )
         error.changed = frozenset(changed)
         raise error
+
+
+@contextmanager
+def refused_draws(model: nn.Module, outside: Iterable[OutsidePlace]) -> Iterator[None]:
+    """Refuses a forward that draws from a generator of Python's or numpy's that the model, or a global, holds."""
+    places = [(full_name(path, ""), vars(each)) for path, each in [*model.named_modules(), *records(model)]]
+    held = [(path + name, value) for path, own in places for name, value in own.items() if name not in OF_MODULES]
+    held += [(place.path + name, place.held.get(name)) for place in outside for name in place.names]
+    held += [(name, each) for name, value in held if type(value) in CONTAINERS for _, each in items_of(value, 100)]
+    before = [(name, each, _state_of(each)) for name, each in held if isinstance(each, tuple(_STATES))]
+    yield
+    for name, generator, state in before:
+        if _state_of(generator) != state:
+            word = re.compile(rf"\b{re.escape(re.split('[.:]', name)[-1])}\b")
+            lines = (line_with(word, module) for module in model.modules())
+            raise StateError(
+                f"forward draws from {name}, a {type(generator).__qualname__} of {type(generator).__module__}"
+                f"{next((line for line in lines if word.search(line)), '')}: a trace would fix what it drew. Expected "
+                "draws from torch, as torch.rand(()) < 0.5 in torch.where; or draw in the script, and pass the number "
+                "as a tensor."
+            )
+
+
+def _state_of(generator: Any) -> str:
+    return next(repr(read(generator)) for kind, read in _STATES.items() if isinstance(generator, kind))
 
 
 class NumberChange(NamedTuple):

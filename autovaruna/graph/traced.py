@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import zip_longest
+from operator import getitem
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from autovaruna.graph.operators import (
     Linearity,
     Merge,
     ScalingUse,
+    Trait,
     arguments,
+    has,
     is_differentiable,
     name_of,
     operator_of,
@@ -68,6 +71,7 @@ class OutputSpec:
         outer: how often all samples come one after the other in that dimension, a number or an expression of lengths:
             ``time`` where ``(time, batch)`` was made one dimension.
         is_kept: whether it is of a key-value cache, and stays on the stage that made it.
+        merge: how integers and truths of micro-batches become that of the batch.
     """
 
     node: str
@@ -77,6 +81,7 @@ class OutputSpec:
     needs_gradient: bool
     outer: Any = 1
     is_kept: bool = False
+    merge: Merge = Merge.SUM
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,18 @@ def _classify_one(
             "an output that has them apart; reshape it after the call."
         )
     is_kept = path in graph.output_tree.cache_paths
-    return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times, is_kept)
+    merge = _merge_of(node, graph) if kind is OutputKind.TOTAL else Merge.SUM
+    needs_gradient = graph.facts[node.name].needs_gradient
+    return OutputSpec(node.name, path, kind, dimension or 0, needs_gradient, times, is_kept, merge)
+
+
+def _merge_of(node: fx.Node, graph: KnownGraph) -> Merge:
+    """Returns how a number that is no mean becomes that of the batch: some are the greatest or least of it."""
+    while node.args and isinstance(node.args[0], fx.Node) and (has(node, Trait.SAME_NUMBER) or node.target is getitem):
+        node = node.args[0]
+    merge, source = operator_of(node).merge, node.args[0] if node.args else None
+    is_of_samples = isinstance(source, fx.Node) and graph.sizes.has_samples(source)
+    return merge if is_of_samples and merge in (Merge.LARGEST, Merge.SMALLEST) else Merge.SUM
 
 
 def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:

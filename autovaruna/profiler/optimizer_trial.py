@@ -23,6 +23,8 @@ from autovaruna.interception.optimizer_proxy import parameters_of
 
 _TRIAL_STEPS, _NUM_ALIKE = 12, 8
 """Steps of a trial, and how many of them have gradients of about the same direction: sums over steps then grow."""
+_LATE_STEPS, _LATE = 2, 10**6
+"""Steps that follow, before which what counts steps is moved on so far: a warm-up of the optimizer's own has ended."""
 _LONGEST = 8
 _RATE = 1e-3
 _SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
@@ -155,7 +157,10 @@ class OptimizerTrial:
                 group["params"][:] = [own for own in group["params"] if id(own) in map(id, stepped.values())]
         _scale_rates(optimizers, self.rate)
         paths: Paths = {place: [] for place in part}
-        for number in range(_TRIAL_STEPS):
+        counted: dict[tuple[int, str], Any] = {}
+        for number in range(_TRIAL_STEPS + _LATE_STEPS):
+            if number in (_TRIAL_STEPS - 1, _TRIAL_STEPS):
+                counted = _advance(optimizers, counted)
             self._step(optimizers[0], stepped, number)
             for place, parameter in stepped.items():
                 paths[place].append(parameter.detach().clone())
@@ -215,6 +220,22 @@ def _scale_rates(optimizers: Sequence[Optimizer], scale: float) -> None:
             group["lr"] = (rate or _RATE) * scale
 
 
+def _advance(optimizers: Sequence[Optimizer], before: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    """Moves on what has grown by one since `before`; returns all whole numbers of optimizers, groups and states."""
+    states = (state for each in optimizers for state in each.state.values() if isinstance(state, dict))
+    groups = (group for each in optimizers for group in each.param_groups)
+    tables = {id(table): table for table in (*map(vars, optimizers), *groups, *states)}
+    found = {}
+    for place, table in enumerate(tables.values()):
+        for name, value in table.items():
+            is_number = type(value) is int or (isinstance(value, Tensor) and value.numel() == 1)
+            if is_number and float(value).is_integer():
+                found[place, name] = int(value)
+                if before.get((place, name)) == int(value) - 1:
+                    table[name] = value + _LATE
+    return found
+
+
 def _numbers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
     """Yields the floating-point numbers that optimizers keep beside the state of parameters."""
     for place, each in enumerate(optimizers):
@@ -256,7 +277,7 @@ def _tried(optimizer: Optimizer, device: torch.device) -> Steps:
     """Compares some steps over a few small tensors with the same steps over halves of them, the others left out.
 
     A copy steps, with the options, attributes and optimizers that the optimizer holds. Generators are given back as
-    they were. What a step does later than a few steps is not seen.
+    they were. What a step does later is seen where the optimizer counts its steps by one.
     """
     chosen = list(_chosen(optimizer))
     if not chosen:

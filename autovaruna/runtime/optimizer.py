@@ -100,9 +100,10 @@ class CutOptimizer:
             raise InputError(
                 f"{names.count('')} of the optimizer's {len(names)} parameters are not the model's, so that no rank "
                 "would sum their gradients. Expected an optimizer of parameters of the wrapped model alone: make it "
-                "from model.parameters() after the last change of the model (to(), a cast, new layers), and give other "
-                f"parameters an optimizer of their own. Two models have two: {kind}(first.parameters(), ...) goes to "
-                f"AutoVaruna(first, ...), {kind}(second.parameters(), ...) to AutoVaruna(second, ...), and both step."
+                "from model.parameters() after the last change of the model (to(), a cast, new layers), and have what "
+                "else is trained (a head, a loss with weights) in the wrapped model's forward. Two models have two: "
+                f"{kind}(first.parameters(), ...) goes to AutoVaruna(first, ...), {kind}(second.parameters(), ...) to "
+                "AutoVaruna(second, ...), and both step."
             )
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.graph.lengths import free_value
+from autovaruna.graph.operators import Merge
 from autovaruna.graph.traced import OutputKind, OutputSpec, joined, opened
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.executor import RankContext
@@ -92,6 +93,8 @@ class OutputCollector:
         match spec.kind:
             case OutputKind.SAME:
                 return slots[0]
+            case OutputKind.TOTAL if spec.merge is not Merge.SUM:
+                return slots.amax(0) if spec.merge is Merge.LARGEST else slots.amin(0)
             case OutputKind.TOTAL:
                 return slots.sum(0, dtype=slots.dtype) if slots.dtype != torch.bool else slots.any(0)
             case _:

@@ -29,6 +29,7 @@ from torch import Tensor
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.key_values import Kept, KeptTensor
 from autovaruna.graph.lengths import free_value
+from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import OutputKind
 from autovaruna.runtime.autograd import Finish, Gradients, follows_a_call, publish, while_unchanged
@@ -225,6 +226,8 @@ class WholeStep(Step):
         self._rank.metrics.record(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
+        if factor != self._factor:
+            self._refuse_clipped(factor)
         self._rank.loss_scale.record(factor)
         is_asked = self._rank.asks_for_sums()
         backwards.show_gradients_elsewhere(is_asked)
@@ -238,6 +241,17 @@ class WholeStep(Step):
             backwards.keep_totals(totals)
             totals = {}
         return self._for_sources(totals, _scaled(found.inputs, scale))
+
+    def _refuse_clipped(self, factor: float) -> None:
+        """Refuses to scale gradients that do not grow with what comes into the loss."""
+        kept = [module for node in self._program.traced.nodes.values() if (module := opaque_module_of(node))]
+        if bent := next((each for each in kept if not each.returned.is_linear_back), None):
+            raise InputError(
+                f"The backward of {bent.path} at {bent.line} does not grow with what comes into it (it clips it, say), "
+                f"and the step has gone backward from {self._factor:g}: got {factor:g} times the loss. Expected a "
+                "backward from the loss itself: divide or multiply it in forward, by a number that is an argument; or "
+                "pass loss_mode='outputs', where a step goes backward once the script does."
+            )
 
     def _take_gradients(self, retains_graph: bool) -> StepGradients:
         """Returns the gradients of the step; copies if another backward may come."""

@@ -39,6 +39,10 @@ _COMPLEX = struct.Struct("<dd")
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda value: msgspec.msgpack.Ext(0, _COMPLEX.pack(value.real, value.imag)))
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
+_OF_STRANGERS = (
+    "the digest of what {} steps by, gradients of this rank's samples for parameters of no wrapped model (compute what "
+    "they are for in the wrapped model's forward, or sum them over the ranks),"
+)
 Digest = tuple[Hashable, ...]
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
@@ -138,6 +142,8 @@ class ScriptActions:
         self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
         self._digest = 0
         self._loss = "none"
+        self._num_of_strangers = Counter[int]()
+        self._strangers: dict[str, int] = {}  # digests of gradients, by the class of what steps by them
 
     def record(self, act: str) -> None:
         self._counts[act] += 1
@@ -160,6 +166,16 @@ class ScriptActions:
         """Records the loss that a closure has returned: steps go by it."""
         self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
 
+    def records_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a step of another optimizer is one of few whose gradients are to be the same on all ranks."""
+        self._num_of_strangers[id(optimizer)] += optimizer is not self.optimizer
+        return optimizer is not self.optimizer and self._num_of_strangers[id(optimizer)] <= _NUM_FIRST_CALLS
+
+    def record_gradients(self, kind: str, gradients: Sequence[Tensor]) -> None:
+        """Records gradients, of parameters of no wrapped model, by which an optimizer of some `kind` steps."""
+        if gradients:
+            self._strangers[kind] = crc32(repr([digest(each) for each in gradients]).encode())
+
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks that have done the same."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
@@ -167,12 +183,19 @@ class ScriptActions:
         if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
             self._raw = raw if all(map(is_constant, raw)) else None
             self._digest = crc32(repr(list(self._options())).encode())
-        return *sorted(self._counts.items()), type(self.optimizer).__name__, self._digest, self._loss
+        return (
+            *sorted(self._counts.items()),
+            type(self.optimizer).__name__,
+            self._digest,
+            self._loss,
+            *self._strangers.items(),
+        )
 
     def words(self) -> dict[str, str]:
         words = {"the optimizer": "none" if self.optimizer is None else type(self.optimizer).__name__}
         words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
         words[f"the loss by which {words['the optimizer']} goes, which is to be what forward returns,"] = self._loss
+        words |= {_OF_STRANGERS.format(kind): str(each) for kind, each in self._strangers.items()}
         return words | {
             f"{name} of the optimizer's group {place}": repr(value) for place, name, value in self._options()
         }
@@ -269,7 +292,7 @@ class SameInputs:
         is_due = number < _NUM_FIRST_CALLS or (number % _CALLS_BETWEEN == 0 and all(each.is_cpu for each in tensors))
         is_due &= any(len(ranks) > 1 for ranks in self.groups)
         is_whole = number < _NUM_WHOLE_CALLS or self._may_see_copies
-        found = tuple(_digest(each, is_whole) for each in tensors if is_due or self._may_see_copies)
+        found = tuple(digest(each, is_whole) for each in tensors if is_due or self._may_see_copies)
         return found if call.batch_size else ()
 
     @property
@@ -315,7 +338,8 @@ class SameInputs:
             )
 
 
-def _digest(tensor: Tensor, is_whole: bool) -> int:
+def digest(tensor: Tensor, is_whole: bool = True) -> int:
+    """Returns a number that equal tensors have alike; of some of their numbers, unless it `is_whole`."""
     if isinstance(tensor, KeptTensor):
         return 0
     flat = tensor.detach().reshape(-1)

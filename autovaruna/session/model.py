@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
-from weakref import WeakMethod, ref
+from threading import get_ident
+from typing import Any
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import parameter_table
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.guards import Guards
+from autovaruna.graph.guards import Guards, is_constant
 from autovaruna.interception.gradients import SCALERS
 from autovaruna.interception.modules import DirectCalls
-from autovaruna.interception.optimizer_proxy import OptimizerProxy
+from autovaruna.interception.optimizer_proxy import OptimizerProxy, parameters_of, watch_steps
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import is_alone
+from autovaruna.runtime.exchange import differences
 from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer, step_over_own_part
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import on_all
+from autovaruna.session.agreement import ScriptActions, digest
 from autovaruna.session.device import move_to_own_device
 from autovaruna.session.run import Run
 
+_wrapped: WeakSet[WrappedModel] = WeakSet()  # all of the process
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -42,6 +47,9 @@ class WrappedModel:
         self.borrowed = StateCopies()  # of parameters and buffers, which the script was given and may write in
         self.guards = Guards(module)  # what traces depend on besides tensors
         self.engine: Engine | None = None  # runs this rank's part; None: the model is whole yet
+        _wrapped.add(self)
+        if not is_alone() and run.settings.inputs != "replicated":
+            run.installed.callback(watch_steps(partial(_record_strangers, run.actions, get_ident())))
 
     @property
     def placement(self) -> Placement:
@@ -103,6 +111,14 @@ class WrappedModel:
                 )
 
 
+def _record_strangers(actions: ScriptActions, thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Records gradients by which an optimizer of parameters of no wrapped model steps: no rank has summed them."""
+    if get_ident() == thread and actions.records_gradients(optimizer):  # ranks may be threads
+        known = set().union(*(model.names_by_id() for model in list(_wrapped)))
+        strangers = [each for each in parameters_of(optimizer) if id(each) not in known and each.grad is not None]
+        actions.record_gradients(type(optimizer).__name__, [each.grad for each in strangers if each.grad is not None])
+
+
 class WrappedOptimizer:
     """The optimizer, if there is one, of which this rank steps over its part."""
 
@@ -110,6 +126,7 @@ class WrappedOptimizer:
         self.cut: CutOptimizer | None = None  # this rank has the state of its own parameters
         self.proxy: OptimizerProxy | None = None  # what is due before and after its steps
         self._model, self._run = model, run
+        self._listed: list[int] = []  # parameters in the groups, when they were looked at
         if optimizer is not None:
             cut = CutOptimizer(optimizer, model.names_by_id())
             if not is_alone():
@@ -130,7 +147,7 @@ class WrappedOptimizer:
         if not is_alone():
             self._direct_calls = DirectCalls(self._model.module)
             installed.callback(self._direct_calls.stop)
-            self.proxy.before.append(self._refuse_own_gradients)
+            self.proxy.before += [self._refuse_own_gradients, self._refuse_new_strangers]
 
     def _drop_kept(self) -> None:
         """Drops gradients that were kept back, where a script drops those of the optimizer's parameters."""
@@ -190,6 +207,34 @@ class WrappedOptimizer:
         order = {name: place for place, name in enumerate(model.parameter_names)}
         cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
         return cut
+
+    def compare_state(self) -> None:
+        """Raises RankError unless the ranks start from one state of the optimizer. Collective."""
+        optimizer, names, world = self.raw, self._model.names_by_id(), self._run.world
+        if optimizer is None:
+            return
+        own = {
+            f"{key} of {names.get(id(parameter), '')}": str(digest(value) if isinstance(value, Tensor) else value)
+            for parameter, state in optimizer.state.items()
+            for key, value in (state.items() if isinstance(state, dict) else ())
+            if is_constant(value) or (isinstance(value, Tensor) and not value.is_meta)
+        }
+        if found := differences(world.gather_objects(own, f"comparing states of the optimizer{self._run.of_model}")):
+            raise RankError(
+                f"The ranks start from other states of {type(optimizer).__name__}: {found}. Expected the same one on "
+                "every rank, for each steps over its part with its own: load it on all of them "
+                "(optimizer.load_state_dict()), not on rank 0 alone."
+            )
+
+    def _refuse_new_strangers(self) -> None:
+        """Refuses parameters of no wrapped model that the script has put into the optimizer since it was wrapped."""
+        assert self.cut is not None
+        listed = [*map(id, parameters_of(self.cut.optimizer))]
+        if listed != self._listed and self._model.engine is not None:
+            cut = self.follow_groups()
+            assert cut is not None
+            cut.check()
+            self._listed = [*map(id, parameters_of(self.cut.optimizer))]
 
     def _refuse_own_gradients(self) -> None:
         """Refuses a step by gradients of this rank's samples alone: the script has gone backward beside the wrapper."""

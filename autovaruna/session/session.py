@@ -393,6 +393,7 @@ class Session:
                 return self._start(replace(shared, call=replace(shared.call, mode=model.guards.words())))
         if (optimizer := self._optimizer.follow_groups()) is not None:
             optimizer.check()
+        self._optimizer.compare_state()
         keep_freed_memory()
         resident = resident_bytes(model.device)
         model.move_to_device()

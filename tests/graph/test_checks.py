@@ -134,6 +134,22 @@ def model(function: Callable[..., Tensor]) -> Written:
     return Written(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
 
 
+def halved(self: nn.Module, x: Tensor) -> Tensor:
+    """Goes by the whole batch only once a number of it is large."""
+    h: Tensor = self.first(x)
+    return torch.where(h.abs().max() > 1e4, h * 0.5, h)
+
+
+def without_outliers(self: nn.Module, x: Tensor) -> Tensor:
+    h: Tensor = self.first(x)
+    return torch.where(h.abs() > 9 * h.std(), torch.zeros_like(h), h)
+
+
+def of_the_best(self: nn.Module, x: Tensor) -> Tensor:
+    heads = torch.stack([self.first(x), self.last(x)])
+    return heads.index_select(0, torch.stack([each.square().mean() for each in heads]).argmin().view(1))[0]
+
+
 MIXING: dict[str, Callable[..., Tensor]] = {
     "attention whose first dimension is time": lambda self, x: self.attention(x),
     "softmax": lambda self, x: self.first(x).softmax(0),
@@ -147,6 +163,9 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "crosswise": lambda self, x: self.first(x) * self.last(x)[(torch.arange(x.shape[0]) + 1) % x.shape[0]],
     "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
     "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
+    "by a truth": halved,
+    "by a mask": without_outliers,
+    "by an index": of_the_best,
     "permuted": lambda self, x: self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])]),
 }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,42 @@ class Fixed(nn.Linear):
         return x.reshape(3, 4) + self.bias  # the reshape
 
 
+LOOSE, UNTRAINED = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
+
+
+class Searched(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + UNTRAINED.detach() + LOOSE  # the loose tensor
+
+
+class Held(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.alpha = [torch.zeros(4, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.alpha[0].sigmoid()  # the loose attribute
+
+
+OWN = {"coins": random.Random(0)}
+NOISE = numpy.random.default_rng(0)
+
+
+class Thrown(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * OWN["coins"].random()  # the coin
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + float(NOISE.normal())  # the noise
+
+
 LINES = {
+    "the coin": (Thrown(4, 4), ("draws from", "OWN, a Random", "pass the number as a tensor")),
+    "the noise": (Noisy(4, 4), ("NOISE, a Generator of numpy", "torch.rand")),
+    "the loose tensor": (Searched(4, 4), ("a tensor (4,)", "nn.Parameter", "requires_grad_(False)")),
+    "the loose attribute": (Held(), ("nn.Parameter", "requires_grad_(False)")),
     "the branch": (Written(branching), ("Written", f"{__file__}:", "if x.sum() > 0", "torch.where")),
     "the product": (Contrastive(4, 4), ("Contrastive", "dynamic_batch=False")),
     "the reshape": (Fixed(4, 4), ("Fixed", "dynamic_batch=False")),
@@ -47,13 +84,22 @@ LINES = {
 
 @pytest.mark.parametrize("mark", LINES)
 def test_an_error_names_the_line_and_says_what_to_do(mark: str) -> None:
-    """A branch on numbers, a contrastive loss, and a fixed batch size."""
+    """A branch on numbers, a contrastive loss, a fixed batch size, and what needs a gradient that no rank would sum."""
     model, words = LINES[mark]
     lines = enumerate(Path(__file__).read_text().splitlines(), 1)
     number = next(number for number, line in lines if line.endswith(f"# {mark}"))
     with pytest.raises(TraceError) as caught:
         traced(model, X)
     assert all(each in str(caught.value) for each in (*words, str(number)))
+
+
+def test_what_needs_a_gradient_and_gets_none_is_left_alone() -> None:
+    def untrained(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x * UNTRAINED
+        return self.last(x) + UNTRAINED.detach()
+
+    assert traced(Written(untrained, last=nn.Linear(4, 4)), X).constants
 
 
 def test_a_bound_on_the_batch_size_is_said() -> None:

@@ -62,6 +62,17 @@ class Lamb(AdaBelief):
         return found * parameter.norm() / (found.norm() + 1e-6)
 
 
+class LateLamb(Lamb):
+    """Clips once it has warmed up."""
+
+    num = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num += 1
+        self.max_norm = 0.1 * (self.num > 500)
+        super().step()
+
+
 class Prodigy(EachAlone):
     """Estimates one learning rate from sums over all parameters (after Mishchenko and Defazio, 2023)."""
 
@@ -156,6 +167,7 @@ SEPARATE: dict[str, MakeOptimizer] = {
 }
 JOINT: dict[str, MakeOptimizer] = {
     "lamb_that_clips": lambda parameters: Lamb(parameters, max_norm=0.1),
+    "lamb_that_clips_late": LateLamb,
     "prodigy": Prodigy,
     "sam": lambda parameters: Sam(parameters, torch.optim.SGD),
     "lbfgs": torch.optim.LBFGS,

@@ -338,3 +338,39 @@ class TwoSteps(torch.optim.SGD):
 def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
     with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
         AutoVaruna(GRAPH, TwoSteps(GRAPH.parameters(), lr=0.1), **WHOLE, **QUIET)(*JOINED)
+
+
+def test_truths_and_greatest_integers_of_micro_batches_become_those_of_the_batch() -> None:
+    """Once, whether all are so was whether any micro-batch's are, and the greatest integers were added up."""
+
+    def told(self: Any, x: Tensor) -> Any:
+        out = self.last(x)
+        classes = out.argmax(1)
+        return out, (out < 1e6).all(), (out > out.detach().sort(1).values[:, :1]).all(), classes.max(), classes.amin()
+
+    model = Written(told, last=nn.Linear(WIDTH, CLASSES))
+    for found, expected in zip(AutoVaruna(model, **ONE)(**X), model(**X), strict=True):
+        assert torch.equal(found, expected)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.002, 0.002)
+
+
+def test_gradients_that_are_clipped_on_the_way_are_not_scaled_afterwards() -> None:
+    """Once, those of a loss that a script divides were those of the whole loss, clipped and then divided."""
+    model = two(lambda self, x, y: F.cross_entropy(self.last(Clipped.apply(torch.tanh(self.first(x)))), y))
+    (model(**BATCH) / 4).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    with pytest.raises(InputError, match=r"backward of Clipped at .*: got 0.25 times the loss.*loss_mode='outputs'"):
+        (AutoVaruna(model, **ONE)(**BATCH) / 4).backward()
+    model.zero_grad()
+    (AutoVaruna(model, loss_mode="outputs", **ONE)(**BATCH) / 4).backward()
+    torch.testing.assert_close(gradients_of(model), expected)

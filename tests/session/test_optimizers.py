@@ -6,6 +6,7 @@ Weights are those of plain PyTorch, shared state changes no bit, and what cannot
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Case
 from tests.catalogue.small import WIDTH, Written, hidden
 from tests.products import some
-from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
+from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown, parameters_of
 from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, gradients_of, plain_steps
 from tests.session.test_precision import Way, same_bits, train_in
@@ -33,6 +34,7 @@ from tests.session.training import QUIET, Setup, as_plain, descend, merge, on_ra
 IMAGES, CHAIN = CASES["conv_net_batch_norm"].without_dropout(), CASES["chain"].without_dropout()
 DECLARED = {"optimizer_bytes_factor": 4.0}
 TWO = Setup(((0,), (1,)), num_micro_batches=1, settings=DECLARED)
+OWN_SAMPLES = replace(TWO, num_micro_batches=2, settings={**DECLARED, "inputs": "per_rank"})
 REPLICAS = Setup(((0, 1),), num_micro_batches=1, settings=DECLARED)
 SHARED = Setup(((0, 1),), settings={**DECLARED, "shard_optimizer": True})
 GRIDS = {
@@ -182,6 +184,28 @@ def other_norms(model: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def add_stranger(model: Any, optimizer: Any) -> None:
+    """Puts a weight into the optimizer that each rank would step over by the gradient of its own samples."""
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    optimizer.step()
+
+
+def step_of_criterion(model: Any, optimizer: Any) -> None:
+    weight = nn.Parameter(torch.ones(()))
+    (weight * (1.0 + model.world.rank)).backward()
+    torch.optim.SGD([weight], 0.1).step()
+    loss_of(model)
+
+
+def of_other_states(parameters: Any) -> torch.optim.Optimizer:
+    """Has a state on one rank alone, as where rank 0 has loaded it."""
+    made = adamw(parameters)
+    if next(NUMBERS) % 2:
+        made.state[parameters_of(made)[0]] = {"step": torch.tensor(3.0)}
+    return made
+
+
+NUMBERS = itertools.count()
 SHARING = "shard_optimizer is true, and"
 searching = partial(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")
 REFUSED: dict[str, tuple[Setup, MakeOptimizer, type[Exception], str, Story | None]] = {
@@ -211,6 +235,15 @@ REFUSED: dict[str, tuple[Setup, MakeOptimizer, type[Exception], str, Story | Non
         *(TWO, adamw, InputError, r"Rank \d does not hold"),
         lambda model, _: float(nn.utils.get_total_norm([each.grad * 2 for each in model.parameters()])),
     ),
+    "new strangers": (TWO, adamw, InputError, "1 of the optimizer's .* parameters are not the model's", add_stranger),
+    "a loss with weights": (
+        OWN_SAMPLES,
+        adamw,
+        RankError,
+        "what SGD steps by, gradients of this rank's",
+        step_of_criterion,
+    ),
+    "other states": (TWO, of_other_states, RankError, "The ranks start from other states of AdamW: ", None),
     "other norms": (TWO, adamw, RankError, "max_norm of the last clipping is 1 on rank 0, 2 on rank 1", other_norms),
 }
 

@@ -144,6 +144,8 @@ class BatchAnalysis:
             return Dependence.NONE
         if most >= Dependence.SAMPLES and any(map(is_differentiable, tensors)):
             return Dependence.SAMPLES if is_long(node) else Dependence.ALL
+        if most is Dependence.ALL and not is_long(node):  # a truth or a place that real numbers of several decide
+            return Dependence.ALL
         is_joint = any(self[each].dependence is Dependence.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
         return Dependence.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Dependence.COUNTS
 

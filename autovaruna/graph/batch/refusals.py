@@ -89,10 +89,10 @@ class _Meetings:
             return f"the value {node.name} has the shape {tuple(value.shape)}"
         if words := self._by_place(node) or _in_bags(node) or self._by_count(node):
             return words
+        if self._dependence(node) > Dependence.NONE and (words := self._brought_back(node)):
+            return words
         if self._dependence(node) < Dependence.SAMPLES:
             return ""
-        if words := self._brought_back(node):
-            return words
         if self._runs_along(node):
             return f"{node.name} runs along the batch"
         return self._cut(node)
@@ -114,7 +114,7 @@ class _Meetings:
         if not made_of_all:
             return ""
         what = f"{made_of_all[0].name}, which is made of several samples,"
-        if self._dependence(node) is Dependence.SAMPLES:
+        if self._dependence(node) is Dependence.SAMPLES or is_long(node):  # or makes a mask of them
             return f"{what} meets each sample in {node.name}"
         others = [each for each in node.all_input_nodes if self._dependence(each) is Dependence.NONE]
         if has(node, Trait.LAYER) and any(self._facts[each.name].needs_gradient for each in others):

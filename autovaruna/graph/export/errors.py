@@ -148,6 +148,21 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def refuse_loose(module: fx.GraphModule, loose: Collection[str]) -> None:
+    """Refuses tensors, by attribute name, that need a gradient and are no parameters of the model, where one is due."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        users = [user for user in node.users if user.target is not torch.ops.aten.detach.default]
+        if node.target in loose and users and not users[0].meta.get("no_grad"):
+            name = str(node.target).removeprefix("model.")
+            what = "a tensor" if "lifted_tensor" in name else name
+            raise TraceError(
+                f"forward reads {what} {tuple(node.meta['val'].shape)} at {origin(users[0]) or users[0].name}, which "
+                "needs a gradient and is no parameter of the model: got requires_grad=True, and no rank would sum its "
+                "gradient. Expected a parameter (self.alpha = nn.Parameter(torch.zeros(3)) in __init__; an optimizer "
+                "of its own may step over it), or, if nothing trains it, requires_grad_(False) or detach()."
+            )
+
+
 def refuse_hook(what: str) -> TraceError:
     return TraceError(
         f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "

@@ -37,6 +37,7 @@ from autovaruna.graph.export.errors import (
     quiet_failure,
     refuse_backward,
     refuse_batch_size,
+    refuse_loose,
 )
 from autovaruna.graph.export.exported import (
     PREFIX,
@@ -65,6 +66,7 @@ from autovaruna.graph.side_effects import (
     left_tensors,
     numbers_in,
     plain_state,
+    refused_draws,
     restored_attributes,
     warn_of_left,
 )
@@ -211,7 +213,13 @@ class FlatCall(nn.Module):
         with hidden_state(self.model, attempt.kept.counted, self.outside) as changes, ExitStack() as stack:
             hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
             idioms = self.idioms, self.idioms.scripted_functions()
-            for context in (*hidden, unchecked_distributions(), conversions(), *idioms):
+            for context in (
+                refused_draws(self.model, self.outside),
+                *hidden,
+                unchecked_distributions(),
+                conversions(),
+                *idioms,
+            ):
                 stack.enter_context(context)
             returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
@@ -413,8 +421,11 @@ class ExportAttempt:
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        loose = {name for name, each in held.items() if isinstance(each, Tensor) and each.requires_grad} - parameters
         drop_idle(graph_module)
-        detach_without_gradients(graph_module, parameters, [spec.needs_gradient for spec in inputs])
+        detach_without_gradients(graph_module, parameters | loose, [spec.needs_gradient for spec in inputs])
+        if torch.is_grad_enabled():
+            refuse_loose(graph_module, loose)
         constants = tidy(graph_module, [spec.name for spec in inputs], state, held)
         return constants, pop_markers(graph_module)
 

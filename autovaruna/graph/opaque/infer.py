@@ -240,8 +240,40 @@ def _inferred(trial: OpaqueTrial) -> Returned:
     with untouched_generator(trial.device):
         returned = trial.returned()
         joins = _reductions(trial, returned.tensors)
+        is_linear = _is_linear_back(trial) is not False
     lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
-    return replace(returned, tensors=tuple(lines))
+    return replace(returned, tensors=tuple(lines), is_linear_back=is_linear)
+
+
+def _is_linear_back(trial: OpaqueTrial) -> bool | None:
+    """Returns whether gradients grow with those that come in; None: it cannot be tried."""
+    for numbers in _FOR_REDUCTIONS:
+        try:
+            seed_generators(trial.device, 0)
+            size = _WHOLE if isinstance(trial.batch[0], torch.SymInt) else int(trial.batch[0])
+            tensors, state = trial.arguments(numbers, size), trial.numbers()
+            outputs, *_ = trial.run([each.clone() for each in tensors], state)
+            roots = [each for each in outputs if each.requires_grad]
+            leaves = [each for each in (*tensors, *state) if each.requires_grad]
+            given = [torch.randn_like(each) for each in roots]
+            is_narrow = any(each.dtype is torch.float16 for each in (*roots, *leaves))
+            most = 2.0 ** (4 if is_narrow else 14)
+            one, again, *others = (
+                [
+                    (each if each is not None else torch.zeros(())) / factor
+                    for each in torch.autograd.grad(
+                        *(roots, leaves, [each * factor for each in given]), retain_graph=True, allow_unused=True
+                    )
+                ]
+                for factor in (1.0, 1.0, most, 1 / most)
+            )
+            is_steady = all(map(torch.equal, one, again)) and all(each.isfinite().all() for each in one)
+            if is_steady and any(each.any() for each in one):
+                noise = _NOISE_OF_HALVES if is_narrow else 10 * _NOISE
+                return all(_is_close(*pair, noise) for other in others for pair in zip(other, one, strict=True))
+        except Exception:  # it has no gradient, wants other numbers, or goes back once
+            continue
+    return None
 
 
 def _reductions(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[ReductionKind]:

@@ -79,11 +79,17 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a module returns: a structure, and its tensors; and whether it was seen to change its state."""
+    """What a module returns: a structure, and its tensors.
+
+    Attributes:
+        changes_state: whether it was seen to change its state.
+        is_linear_back: whether gradients that go through it grow with those that come in, which it may clip.
+    """
 
     tree: Tree
     tensors: tuple[OutputShape, ...]
     changes_state: bool
+    is_linear_back: bool = True
 
 
 class KeptFunction(nn.Module):
