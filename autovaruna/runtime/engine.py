@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, PlanError
+from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Constant, Opaque, Undelivered
@@ -31,6 +32,7 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step import SplitStep, WholeStep
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of, steps_here
+from autovaruna.runtime.witness import Witness
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
@@ -112,7 +114,17 @@ class Engine:
             delivers_all=settings.outputs == "all",
             offload=settings.offload,
             trace=self.trace,
+            witness=self._witness(),
         )
+
+    def _witness(self) -> Witness | None:
+        """Returns what looks at some steps; None: that is turned off, or nothing is parted."""
+        settings = self.settings
+        if not (settings.recheck_trace and settings.check_parts) or settings.num_micro_batches == 1:
+            return None
+        clock = Clock(SHARE, self.plan.predicted_seconds)
+        is_free = settings.micro_batch_weight is not None or settings.batch_statistics != "exact"
+        return Witness(self.state.model, self.world, self.device, clock, is_free)
 
     def run(
         self,
@@ -243,6 +255,8 @@ class Engine:
             del self._known[key]
             self._books.remove(known.graph.book)
         self._rank.mail.forget(key)
+        if self._rank.witness is not None:
+            self._rank.witness.forget(key)
 
     @property
     def script_actions(self) -> dict[str, str]:
