@@ -37,8 +37,8 @@ from autovaruna.stage.module import StageModule
 logger = logging.getLogger(__name__)
 _MOST_TOLERANCE = 0.03
 """The relative difference from which on that of rounding is measured, at most: in low precision it is large."""
-_SMALL = 0.01
-"""A gradient that is less than this share of the largest is compared with that share."""
+_SMALL, _SMALL_IN_LOW_PRECISION = 0.01, 0.3
+"""A gradient that is less than this share of the largest is compared with that share: its terms may cancel out."""
 _MOST_SCALED = 3
 _FLIPS, _FLIP_STEPS, _LEAST_FLIP = 32, 4.0, 1e-5
 """How often, and by how many roundings, or how much, a choice is shaken to see whether it is one of rounding."""
@@ -145,7 +145,8 @@ class StageWitness:
         error = UntriedError("it has one sample")
         for size, first in _cuts(observed.size):
             try:
-                return _Comparison(self, observed, terms, size, first).refusal()
+                with _settled(self._device):
+                    return _Comparison(self, observed, terms, size, first).refusal()
             except UntriedError as untried:
                 error = untried
             except NodeError as failed:
@@ -238,6 +239,7 @@ class _Comparison:
         self._scaled = frozenset[str]()  # numbers that are sums over the samples of the micro-batch
         self._has_gradients = not terms.is_free
         self._allowed = min(CLEAR * tolerance(self._traced), _MOST_TOLERANCE)
+        self._small = _SMALL if self._allowed < _MOST_TOLERANCE else _SMALL_IN_LOW_PRECISION
 
     def refusal(self) -> AutoVarunaError | None:
         """Returns why the parts make other numbers; None: they do not, or rounding explains it."""
@@ -347,7 +349,7 @@ class _Comparison:
         runs = partial(self._run, run, given, state, is_whole)
         if records:
             runs = partial(self._recorded, run, runs)
-        with around or nullcontext(), _settled(self._device):
+        with around or nullcontext():
             returned = evaluate(of._nodes, value_of, runs, frozenset(of._outputs.values()))
         run.returned = {name: returned[node] for name, node in of._outputs.items()}
         run.state = {name: state[node] for node, name in of._nodes_of_state.items() if name in traced.steady_state}
@@ -390,7 +392,7 @@ class _Comparison:
         elif target is run_opaque and self._traced.facts[node.name].is_random:
             value = self._observed.stream.draw(self._traced.places[node.name], args[0], *args[1:], **kwargs)
         elif isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-            value = self._drawn(node, args, kwargs, run, is_whole)
+            value = self._drawn(node, args, kwargs, run)
         else:
             value = target(*args, **kwargs)
         self._hold(node, state, is_whole)
@@ -404,24 +406,19 @@ class _Comparison:
                 run.arguments[node] = args, kwargs
         return value
 
-    def _drawn(self, node: fx.Node, args: Any, kwargs: Any, run: _Pass, is_whole: bool) -> Any:
-        """Returns what the whole has drawn for the samples of a part."""
+    def _drawn(self, node: fx.Node, args: Any, kwargs: Any, run: _Pass) -> Any:
+        """Returns what the whole has drawn, for the samples of a part; the same for all if nothing says whose it is."""
         target: Any = node.target
         place = self._traced.places[node.name]
         made = self._observed.stream.draw(place, target, *args, **kwargs)
-        if is_whole or not isinstance(made, Tensor):
-            self._known.setdefault(node, made.detach().clone() if isinstance(made, Tensor) else made)
+        if not isinstance(made, Tensor):
             return made
-        whole: Tensor = self._known[node]
+        whole: Tensor = self._known.setdefault(node, made.detach().clone())
         dimension = self._traced.sizes.batch_dimension(node.meta["val"])
+        is_ordered = any(isinstance(each.meta["val"], Tensor) for each in node.all_input_nodes)
         with torch.no_grad():
-            if dimension is None:
-                own = whole.clone()
-            elif whole.shape[dimension] > self._size and not any(
-                isinstance(each.meta["val"], Tensor) for each in node.all_input_nodes
-            ):  # nothing says in which order the samples are
-                whole = whole.narrow(dimension, 0, 1)
-                own = whole.repeat_interleave(made.shape[dimension], dimension)
+            if dimension is not None and whole.shape[dimension] > self._size and not is_ordered:
+                own = whole.narrow(dimension, 0, 1).repeat_interleave(made.shape[dimension], dimension)
             else:
                 own = self._rows(node.name, whole, self._size, run.samples).clone()
             return made.copy_(own) if schema_of(target).is_mutable else own
@@ -460,7 +457,7 @@ class _Comparison:
         if not roots:
             return
         noted = {node: each for node, each in run.values.items() if each.requires_grad}
-        with around or nullcontext(), _settled(self._device):
+        with around or nullcontext():
             if noted:
                 with suppress(RuntimeError):  # one may have been changed in place
                     run.of_values = _gradients(roots, noted)
@@ -532,7 +529,7 @@ class _Comparison:
         for name, state in whole.state.items():
             off[name] = max(distance(run.state[name], state) for run in runs)
         largest = [float(each.abs().max()) for each in whole.gradients.values() if each.numel()]
-        least = _SMALL * max(largest, default=0.0)
+        least = self._small * max(largest, default=0.0)
         for key in dict.fromkeys([*whole.gradients, *(key for run in runs for key in run.gradients)]):
             found = [run.gradients.get(key) for run in (whole, *runs)]
             some = next(each for each in found if each is not None)

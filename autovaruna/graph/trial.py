@@ -533,8 +533,10 @@ def evaluated(node: fx.Node, args: Any, kwargs: Any, known: dict[Any, Any]) -> A
     target: Any = node.target
     run = partial(normalize, target) if target in NORMS else target  # as a stage does
     if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
-        by_channel = args[0].detach().float().transpose(0, 1).flatten(1)
-        statistics = known.setdefault(node, (by_channel.mean(1), by_channel.var(1, correction=0)))
+        held = next((each for each in (args[3], args[1]) if each is not None), args[0])
+        by_channel = args[0].detach().to(torch.promote_types(args[0].dtype, torch.float32)).transpose(0, 1).flatten(1)
+        statistics = [each.to(held.dtype) for each in (by_channel.mean(1), by_channel.var(1, correction=0))]
+        statistics = known.setdefault(node, statistics)
         return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
     names = [argument.name for argument in schema_of(target).arguments]
     args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))

@@ -32,27 +32,43 @@ _UNTRIED = (
 
 @dataclass(eq=False)
 class Witness:
-    """Looks at steps of one model on this rank. `is_free`: see `Terms`."""
+    """Looks at steps of one model on this rank.
+
+    Attributes:
+        tries_parts: whether samples are run again; else ranks but tell each other of what else they have looked at.
+        is_free: see `Terms`.
+        step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
+        seconds: what this rank has taken for other looks since the last one; `trace_seconds`: for traces.
+    """
 
     model: nn.Module
     world: World
     device: torch.device
     clock: Clock
+    tries_parts: bool
     is_free: bool
+    step: Callable[[], int]
+    saved: Callable[[int], str]
+    seconds: float = 0.0
+    trace_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._stages: dict[tuple[str, int], StageWitness] = {}
         self._looked: tuple[int, float] | None = None
+        self._right: dict[str, int] = {}  # the last step at which all was right, by graph
 
     def begin(self, call: ModelCall) -> Observation | None:
         """Counts a step that trains; returns what is to be recorded of it, if anything."""
-        traced, batch = call.program.traced, call.program.batch
-        if not call.needs_gradient:
+        if not call.needs_gradient or not self.clock.begin(call.program.traced.key):
             return None
-        self.clock.count()
-        if traced.sizes.symbol is None or len(batch.micro_batches) < 2 or not self.clock.is_due(traced.key):
-            return None
-        return Observation(self, call)
+        return Observation(self, call, self.step())
+
+    def since(self, key: str) -> str:
+        """Says, of an error that is found now, from which step on numbers may be wrong; empty: from this one on."""
+        now, right = self.step(), self._right.get(key)
+        if right is None or now <= right + 1:
+            return ""
+        return f" Between step {right} and step {now} numbers may have been wrong; {self.saved(right)}."
 
     def of(self, stage: StageModule, traced: TracedModel) -> StageWitness:
         key = traced.key, stage.index
@@ -61,22 +77,27 @@ class Witness:
         return self._stages[key]
 
     def forget(self, key: str) -> None:
+        self._right.pop(key, None)
         self._stages = {each: found for each, found in self._stages.items() if each[0] != key}
 
-    def look(self, traced: TracedModel, act: Callable[[], str]) -> None:
-        """Has all ranks look, where an error of one is one of all. Collective."""
+    def look(self, traced: TracedModel, step: int, act: Callable[[], str]) -> None:
+        """Has all ranks look at a step, where an error of one is one of all. Collective."""
         began, steps = perf_counter(), self.clock.num_steps
         per_step = 0.0
         if self._looked is not None and steps > self._looked[0]:
             per_step = (began - self._looked[1]) / (steps - self._looked[0])
 
-        def timed() -> tuple[str, float, float]:
-            return act(), perf_counter() - began, per_step
+        def timed() -> tuple[str, float, float, float]:
+            try:
+                return act(), self.seconds + perf_counter() - began, per_step, self.trace_seconds
+            except AutoVarunaError as error:
+                raise type(error)(f"{error}{self.since(traced.key)}") from error
 
-        found = gather_on_all(self.world, timed, _WHAT)
-        self.clock.record(traced.key, [seconds for _, seconds, _ in found], max(each for *_, each in found))
-        self._looked = steps, perf_counter()
-        for untried in dict.fromkeys(text for text, *_ in found if text):
+        texts, seconds, steps_seconds, traces_seconds = zip(*gather_on_all(self.world, timed, _WHAT), strict=True)
+        self.clock.record(traced.key, seconds, max(steps_seconds), max(traces_seconds))
+        self._looked, self._right[traced.key] = (steps, perf_counter()), step
+        self.seconds = self.trace_seconds = 0.0
+        for untried in dict.fromkeys(filter(None, texts)):
             if self.world.rank == 0:
                 warn_once(logger, self.model, untried)
 
@@ -87,9 +108,9 @@ class Observation:
     `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun.
     """
 
-    def __init__(self, witness: Witness, call: ModelCall) -> None:
-        self._witness, self._call = witness, call
-        self._chosen = _chosen(call)
+    def __init__(self, witness: Witness, call: ModelCall, step: int) -> None:
+        self._witness, self._call, self._step = witness, call, step
+        self._chosen = _chosen(call) if witness.tries_parts else {}
         self.observed: dict[tuple[int, int], Observed] = {}
 
     def arrive(
@@ -114,7 +135,7 @@ class Observation:
         Raises:
             TraceError, InputError: they do not.
         """
-        self._witness.look(self._call.program.traced, self._compare)
+        self._witness.look(self._call.program.traced, self._step, self._compare)
 
     def _compare(self) -> str:
         """Returns why a stage was not tried."""
@@ -141,6 +162,8 @@ class Observation:
 def _chosen(call: ModelCall) -> dict[int, list[int]]:
     """Returns the micro-batches that count, by stage: the last of the largest, or the last two of one sample."""
     program, found = call.program, dict[int, list[int]]()
+    if program.traced.sizes.symbol is None or len(program.batch.micro_batches) < 2:
+        return {}
     for each in program.graph.instructions:
         if each.kind is Kind.FORWARD and each.micro_batch in program.batch.micro_batches:
             found.setdefault(each.stage, []).append(each.micro_batch)
