@@ -18,20 +18,9 @@ from autovaruna._torch import FakeTensor, FakeTensorMode
 
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
-    *(
-        "errors",
-        "config",
-        "log",
-        "_torch",
-        "interception",
-        "graph",
-        "profiler",
-        "schedule",
-        "planner",
-        "stage",
-        "evidence",
-    ),
-    *("runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands", "__main__"),
+    *("errors", "config", "log", "_torch", "interception", "graph", "profiler", "schedule", "planner", "stage"),
+    *("evidence", "runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands"),
+    "__main__",
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
 LEVELS = {

@@ -146,7 +146,7 @@ class StageWitness:
         for size, first in _cuts(observed.size):
             try:
                 with _settled(self._device):
-                    return _Comparison(self, observed, terms, size, first).refusal()
+                    return _ComparedSamples(self, observed, terms, size, first).refusal()
             except UntriedError as untried:
                 error = untried
             except NodeError as failed:
@@ -227,7 +227,7 @@ class StageWitness:
         return self.traced.parameters.get(name) or self.traced.buffers.get(name) or name
 
 
-class _Comparison:
+class _ComparedSamples:
     """One micro-batch, or its first samples, whole and in two parts."""
 
     def __init__(self, stage: StageWitness, observed: Observed, terms: Terms, size: int, first: int) -> None:
