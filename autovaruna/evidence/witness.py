@@ -48,6 +48,10 @@ class UntriedError(Exception):
     """A stage cannot be run on parts of a micro-batch."""
 
 
+class _OrderError(UntriedError):
+    """Nobody knows which samples rows are of."""
+
+
 @dataclass(eq=False)
 class Observed:
     """What a stage has met of one micro-batch in a step.
@@ -97,8 +101,9 @@ class _Source:
 class _Pass:
     """A forward of some samples, and the gradients that a backward from its results gives.
 
-    `share` is their part of the micro-batch; `state` what changes whatever the samples are. `values`, with their
-    gradients, and `arguments` of operations that choose are those of nodes, where they are asked for.
+    `share` is their part of the micro-batch; `state` what changes whatever the samples are; `chances` what is drawn by,
+    of the operation and the node that makes it. `values`, with their gradients, and `arguments` of operations that
+    choose are those of nodes, where they are asked for.
     """
 
     samples: Sequence[int]
@@ -106,6 +111,7 @@ class _Pass:
     sources: dict[_Source, Tensor] = field(default_factory=dict)
     returned: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
+    chances: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     gradients: dict[_Source, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Tensor] = field(default_factory=dict)
     arguments: dict[fx.Node, tuple[Any, Any]] = field(default_factory=dict)
@@ -215,7 +221,7 @@ class StageWitness:
             return 1
         outer = self._orders.outer(self.traced.nodes[name])
         if outer is None:
-            raise UntriedError(f"nothing tells which samples the rows of {name} are of")
+            raise _OrderError(f"nothing tells which samples the rows of {name} are of")
         return 1 if outer == 1 else int(self.traced.sizes.in_call(outer, 1, lengths))
 
     @cached_property
@@ -243,6 +249,15 @@ class _ComparedSamples:
 
     def refusal(self) -> AutoVarunaError | None:
         """Returns why the parts make other numbers; None: they do not, or rounding explains it."""
+        try:
+            return self._refusal()
+        except _OrderError:  # results tell, at least, in whatever order their rows are
+            self._has_gradients = False
+            if (error := self._refusal()) is not None:
+                return error
+            raise
+
+    def _refusal(self) -> AutoVarunaError | None:
         whole = self._whole()
         if not all(_is_finite(each) for each in whole.gradients.values()):
             return None  # the step says so itself
@@ -410,6 +425,10 @@ class _ComparedSamples:
         """Returns what the whole has drawn, for the samples of a part; the same for all if nothing says whose it is."""
         target: Any = node.target
         place = self._traced.places[node.name]
+        pairs = zip((each for each in node.args if isinstance(each, fx.Node)), filter(_is_tensor, args), strict=False)
+        for source, value in pairs:
+            if is_differentiable(value) and self._of.dimension(source.name) is not None:
+                run.chances[node.name, source.name] = value.detach().clone()
         made = self._observed.stream.draw(place, target, *args, **kwargs)
         if not isinstance(made, Tensor):
             return made
@@ -526,6 +545,8 @@ class _ComparedSamples:
     def _distances(self, whole: _Pass, runs: Sequence[_Pass]) -> dict[str, float]:
         """Returns how far what parts give is from what the whole gives, by what it is."""
         off = {self._path(name): self._joined(name, whole, runs) for name in whole.returned}
+        for (drawn, name), value in whole.chances.items():
+            off[f"what {drawn} draws by"] = self._by_rows(name, [run.chances[drawn, name] for run in runs], value)
         for name, state in whole.state.items():
             off[name] = max(distance(run.state[name], state) for run in runs)
         largest = [float(each.abs().max()) for each in whole.gradients.values() if each.numel()]
@@ -623,6 +644,10 @@ def _gradients(roots: Sequence[tuple[Tensor, Tensor]], values: Mapping[Any, Tens
     given = [each for each, _ in roots], list(values.values()), [each for _, each in roots]
     found = torch.autograd.grad(*given, retain_graph=True, allow_unused=True) if values else ()
     return {key: each for key, each in zip(values, found, strict=True) if each is not None}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _is_finite(tensor: Tensor) -> bool:
