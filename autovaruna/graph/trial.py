@@ -415,8 +415,9 @@ def fits(
     before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
     if [each.shape for each in others] != [(*before, rows * size, *after) for size in sizes]:
         return False
-    powers = (0,) if is_gradient else (0, 1, -1)  # by the size of the batch, or by what is counted over it
-    scaled = [[each * share**power for each, share in zip(others, shares, strict=True)] for power in powers]
+    scaled = [others]
+    if is_differentiable(whole) and not is_gradient:  # by the size of the batch, or by what is counted over it
+        scaled += [[each * share**power for each, share in zip(others, shares, strict=True)] for power in (1, -1)]
     divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
     return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
 
