@@ -211,6 +211,16 @@ class StageWitness:
             return None
         return self.traced.sizes.batch_dimension(self.traced.nodes[name].meta["val"])
 
+    def follows_from_batch(self, name: str) -> bool:
+        """Whether a value is made of what is given of the whole batch."""
+        return any(map(is_of_batch, reached([self.traced.nodes[name]], lambda node: node.all_input_nodes)))
+
+    def meets_samples(self, name: str) -> bool:
+        """Whether something with a row for each sample is made of a value."""
+        sizes = self.traced.sizes
+        values = (node.meta.get("val") for node in reached([self.traced.nodes[name]], lambda node: node.users))
+        return any(isinstance(each, Tensor) and sizes.batch_dimension(each) is not None for each in values)
+
     def outer(self, name: str, value: Tensor, num_samples: int, lengths: tuple[int, ...]) -> int:
         """Returns how often all samples come one after the other in a value's dimension of samples."""
         dimension = self.dimension(name)
@@ -519,8 +529,10 @@ class _ComparedSamples:
         if self._terms.is_free:
             return 0.0
         if spec is None:
-            ways = self._alike, self._averaged, self._added
-            return min(way(name, whole, runs) for way in ways) if value.is_floating_point() else 0.0
+            if not value.is_floating_point() or self._of.follows_from_batch(name):
+                return 0.0
+            ways = self._alike, self._averaged, self._added  # what meets samples later must be alike
+            return min(way(name, whole, runs) for way in (ways[:1] if self._of.meets_samples(name) else ways))
         if spec.kind is OutputKind.SAME:
             return self._alike(name, whole, runs)
         if not spec.needs_gradient:
