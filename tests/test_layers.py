@@ -19,7 +19,8 @@ from autovaruna._torch import FakeTensor, FakeTensorMode
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
     *("errors", "config", "log", "_torch", "interception", "graph", "profiler", "schedule", "planner", "stage"),
-    *("runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands", "__main__"),
+    *("evidence", "runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands"),
+    "__main__",
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
 LEVELS = {
@@ -28,7 +29,7 @@ LEVELS = {
     " > grouping pieces > verify > trial > methods trace",
     "runtime": "launcher tls metrics autograd remote_parameter batch > transport > exchange > deadlock"
     " > reduction > world > environment torch_channel buckets mail timeline > weights in_flight"
-    " > optimizer clipping scaler > gradients > program > outputs executor > step > engine",
+    " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",
     "checkpoint": "manifest remote_file > folder tensor_file > encoding > state source > load save",
     "elastic": "host_list options host_processes job_folder rank_script sampler stub > ahead snapshot standby"
     " > job keeper notices > link slow_ranks > watch job_state > hosts > run > manager",

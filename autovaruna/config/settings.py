@@ -209,7 +209,7 @@ class Settings:
     batch_dims: tuple[tuple[str, int], ...] = _setting(DIMENSIONS, ())
     dynamic_batch: bool = _setting(BOOLEAN, True)
     check_trace: bool = _setting(BOOLEAN, True)
-    recheck_trace: bool = _setting(BOOLEAN, True)
+    recheck_trace: bool | float = _setting(either(BOOLEAN, number(0.0, 1.0)), True)
     check_parts: bool = _setting(BOOLEAN, True)
     reduction: Literal["mean", "sum"] = _setting(choice("mean", "sum"), "mean")
     batch_statistics: Literal["exact", "micro-batch"] = _setting(choice("exact", "micro-batch"), "exact")

@@ -115,13 +115,13 @@ def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *
     Repeated nodes come along by themselves, unless it `is_bare`: what it needs of them are then `VALUE` arguments. It
     returns its own nodes, repeated ones, inputs or values that pass through.
     """
-    wanted = _wanted(traced, nodes, {} if is_bare else traced.repeated, outputs)
+    wanted = nodes_of(traced, nodes, {} if is_bare else traced.repeated, outputs)
     return _Extraction(traced).run(wanted, outputs)
 
 
 def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the names of the values and of the inputs that a piece would get as arguments; see `extract`."""
-    wanted = _wanted(traced, nodes, traced.repeated, outputs)
+    wanted = nodes_of(traced, nodes, traced.repeated, outputs)
     inside = {node.name for node in wanted}
     sources = [source for node in wanted for source in node.all_input_nodes] + [traced.nodes[name] for name in outputs]
     outside = dict.fromkeys(source for source in sources if source.name not in inside and source.op != "get_attr")
@@ -130,7 +130,7 @@ def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> 
     return values, inputs
 
 
-def _wanted(
+def nodes_of(
     traced: TracedModel, nodes: Iterable[str], repeated: Mapping[str, tuple[str, ...]], outputs: Sequence[str]
 ) -> list[fx.Node]:
     """Returns the nodes of a piece and the repeated ones that it needs, in execution order."""

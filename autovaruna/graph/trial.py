@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -351,18 +351,8 @@ class PartsTrial:
     @cached_property
     def becoming(self) -> dict[fx.Node, str]:
         """What is written into such state as a whole, and the state that it becomes."""
-        found: dict[fx.Node, str] = {}
-        for node in self.module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-            state, source = node.args[0], node.args[1]
-            while (
-                isinstance(source, fx.Node) and source.op == "call_function" and self.traced.facts[source.name].is_view
-            ):
-                source = source.args[0]
-            if isinstance(state, fx.Node) and state.target is torch.ops.aten.detach.default:  # under no_grad
-                state = state.args[0]
-            if isinstance(state, fx.Node) and isinstance(source, fx.Node) and str(state.target) in self.following:
-                found[source] = str(state.target)
-        return found
+        found = written_states(self.traced, self.following)
+        return {self.nodes[node.name]: name for node, name in found.items() if node.name in self.nodes}
 
     def _num_drawn_bytes(self) -> int:
         """Returns the bytes of weights that are drawn, and of their gradients for the whole and two parts."""
@@ -391,53 +381,48 @@ class PartsTrial:
         leading = set(reached(ends, lambda node: node.all_input_nodes))
         bad = [node for node in runs[0].values if node in leading and not self._fits(node, "values", parts, runs)]
         back = [node for node in reversed(runs[0].gradients) if not self._fits(node, "gradients", parts, runs)]
-        far = f"they differ by {max(wrong.values()):.1e} of the largest"
-        name, first = type(self.model).__qualname__, [*bad, *(next(iter(node.users)) for node in back), *ends][0]
-        place, loss = origin(first) or first.name, self.traced.loss
-        counts = {self.nodes.get(each) for each in self.traced.joins_counts}
-        if bad and any(node in counts for node in reached([first], lambda node: node.all_input_nodes)):
-            return TraceError(
-                f"{name} mixes the samples of a batch: what it counts over them at {_lines(self.traced)} goes into "
-                f"what it gives for each. Got other numbers for parts of {self.num_samples} samples than for all of "
-                f"them ({far}). {FOR_COUNTS}"
-            )
-        is_of_loss = self._weigh is not None and (bad or (loss is not None and loss.path in wrong))
-        if loss is not None and is_of_loss and not any(self.traced.sizes.has_samples(node) for node in bad):
-            first = [*bad, made[loss.path]][0]
-            kind = "sum" if self._weigh and self._weigh(0.5) == 1.0 else "mean"
-            return InputError(
-                f"The loss of the model is no {kind} over its samples: {first.name}, at {place}, makes it another for "
-                f"{self.num_samples} samples than parts of them, joined by reduction={kind!r}, have ({far}). Expected "
-                f"a {kind}; return what the loss is computed from, and compute it outside of the model, from the "
-                "outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on several ranks."
-            )
-        what = first.name if bad or not back else f"the gradient that goes back through {first.name}"
-        return TraceError(
-            f"{name} mixes the samples of a batch: {what} is another for {self.num_samples} samples together than for "
-            f"parts of them, at {place} ({', '.join(list(wrong)[:_MOST_NAMES])}: {far}). "
-            f"{advice(self.model, self.traced.call, modules_of(first))}"
-        )
+        kind = None if self._weigh is None else "sum" if self._weigh(0.5) == 1.0 else "mean"
+        return refusal(self.traced, self.model, self.num_samples, wrong, (bad, back, ends), kind)
 
     def _fits(self, node: fx.Node, kind: str, parts: Sequence[_Part], runs: Sequence[_Results]) -> bool:
-        """Whether what parts have of a value makes up that of the batch, in whatever order its samples are."""
         found = [getattr(run, kind).get(node) for run in runs]
-        if any(each is None for each in found):
-            return True
-        (whole, *others), allowed = [each.detach() for each in found], CLEAR * tolerance(self.traced)
-        shares, dimension = [part.share for part in parts], self.traced.sizes.batch_dimension(node.meta["val"])
-        if dimension is None:
-            added = sum(others), sum(each * share for each, share in zip(others, shares, strict=True))
-            return any(distance(made, whole) <= allowed for made in added) or all(
-                distance(each, whole) <= allowed for each in others
-            )
-        rows = whole.shape[dimension] // self.num_samples
-        before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
-        if [each.shape for each in others] != [(*before, rows * len(part.samples), *after) for part in parts]:
+        sizes = [len(part.samples) for part in parts]
+        shares, allowed = [part.share for part in parts], CLEAR * tolerance(self.traced)
+        return fits(self.traced, node, found, sizes, shares, allowed, is_gradient=kind == "gradients")
+
+
+def fits(
+    traced: TracedModel,
+    node: fx.Node,
+    found: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    allowed: float,
+    *,
+    is_gradient: bool,
+) -> bool:
+    """Whether what parts have of a value makes up that of the batch, the first, in whatever order its samples are."""
+    known = [each.detach() for each in found if each is not None]
+    if len(known) < len(found):
+        return True
+    (whole, *others), dimension = known, traced.sizes.batch_dimension(node.meta["val"])
+    if dimension is None:
+        if any(each.shape != whole.shape for each in others):
             return False
-        powers = (0, 1, -1) if kind == "values" else (0,)  # by the size of the batch, or by what is counted over it
-        scaled = [[each * share**power for each, share in zip(others, shares, strict=True)] for power in powers]
-        divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
-        return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
+        weighted = [each * share for each, share in zip(others, shares, strict=True)]
+        added = [torch.stack(each).sum(0) for each in (others, weighted)]
+        return any(distance(made, whole) <= allowed for made in added) or all(
+            distance(each, whole) <= allowed for each in others
+        )
+    rows = whole.shape[dimension] // sum(sizes)
+    before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
+    if [each.shape for each in others] != [(*before, rows * size, *after) for size in sizes]:
+        return False
+    scaled = [others]
+    if is_differentiable(whole) and not is_gradient:  # by the size of the batch, or by what is counted over it
+        scaled += [[each * share**power for each, share in zip(others, shares, strict=True)] for power in (1, -1)]
+    divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
+    return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
 
 
 class _TrialPass(GraphRun):
@@ -456,7 +441,7 @@ class _TrialPass(GraphRun):
             value: Any = self._state[trial.becoming[node]].clone()
         elif is_of_batch(node) and self._part.of_batch is not None:
             value = self._part.of_batch[node.name]
-        elif target in NORMS or not _AS_IN_EVALUATION.keys().isdisjoint(arguments(node)):
+        elif is_evaluated(node):
             value = self._evaluated(node)
         elif isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             value = self._drawn(node)
@@ -481,16 +466,7 @@ class _TrialPass(GraphRun):
                     state.copy_(started)
 
     def _evaluated(self, node: fx.Node) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-        target: Any = node.target
-        run = partial(normalize, target) if target in NORMS else target  # as a stage does
-        if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
-            by_channel = args[0].detach().float().transpose(0, 1).flatten(1)
-            statistics = self._trial.known.setdefault(node, (by_channel.mean(1), by_channel.var(1, correction=0)))
-            return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
-        names = [argument.name for argument in schema_of(target).arguments]
-        args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
-        return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
+        return evaluated(node, *self.fetch_args_kwargs_from_env(node), self._trial.known)
 
     def _drawn(self, node: fx.Node) -> Any:
         """Returns what the whole batch has drawn for the samples of the part; records what it draws by."""
@@ -506,6 +482,83 @@ class _TrialPass(GraphRun):
         with torch.no_grad():
             own = trial.rows_of(node, whole, self._part.samples)
             return made.copy_(own) if schema_of(node.target).is_mutable else own
+
+
+def refusal(
+    traced: TracedModel,
+    model: nn.Module,
+    num_samples: int,
+    wrong: Mapping[str, float],
+    places: tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]],
+    reduction: str | None,
+) -> AutoVarunaError:
+    """Says where parts of a batch begin to give something else than all of it does.
+
+    Args:
+        wrong: How far results are off, by what they are.
+        places: The values that are others; those whose gradient is, the last first; and the results.
+        reduction: How the losses of parts are joined; None: the loss does not count.
+    """
+    bad, back, ends = places
+    far = f"they differ by {max(wrong.values()):.1e} of the largest"
+    name, first = type(model).__qualname__, [*bad, *(next(iter(node.users)) for node in back), *ends][0]
+    place, loss, by_name = origin(first) or first.name, traced.loss, {node.name: node for node in first.graph.nodes}
+    counts = {by_name.get(each) for each in traced.joins_counts}
+    if bad and any(node in counts for node in reached([first], lambda node: node.all_input_nodes)):
+        return TraceError(
+            f"{name} mixes the samples of a batch: what it counts over them at {_lines(traced)} goes into "
+            f"what it gives for each. Got other numbers for parts of {num_samples} samples than for all of "
+            f"them ({far}). {FOR_COUNTS}"
+        )
+    is_of_loss = reduction is not None and (bad or (loss is not None and loss.path in wrong))
+    if loss is not None and is_of_loss and not any(traced.sizes.has_samples(node) for node in bad):
+        first = [*bad, by_name.get(loss.node, ends[0])][0]
+        return InputError(
+            f"The loss of the model is no {reduction} over its samples: {first.name}, at {place}, makes it another for "
+            f"{num_samples} samples than parts of them, joined by reduction={reduction!r}, have ({far}). Expected "
+            f"a {reduction}; return what the loss is computed from, and compute it outside of the model, from the "
+            "outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on several ranks."
+        )
+    what = first.name if bad or not back else f"the gradient that goes back through {first.name}"
+    return TraceError(
+        f"{name} mixes the samples of a batch: {what} is another for {num_samples} samples together than for "
+        f"parts of them, at {place} ({', '.join(list(wrong)[:_MOST_NAMES])}: {far}). "
+        f"{advice(model, traced.call, modules_of(first))}"
+    )
+
+
+def is_evaluated(node: fx.Node) -> bool:
+    """Whether a node normalises by the batch, or drops numbers by chance: see `evaluated`."""
+    return node.target in NORMS or not _AS_IN_EVALUATION.keys().isdisjoint(arguments(node))
+
+
+def evaluated(node: fx.Node, args: Any, kwargs: Any, known: dict[Any, Any]) -> Any:
+    """Runs a node without chance, and with the statistics of the whole batch, which it adds to what is `known`."""
+    target: Any = node.target
+    run = partial(normalize, target) if target in NORMS else target  # as a stage does
+    if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
+        held = next((each for each in (args[3], args[1]) if each is not None), args[0])
+        by_channel = args[0].detach().to(torch.promote_types(args[0].dtype, torch.float32)).transpose(0, 1).flatten(1)
+        statistics = [each.to(held.dtype) for each in (by_channel.mean(1), by_channel.var(1, correction=0))]
+        statistics = known.setdefault(node, statistics)
+        return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
+    names = [argument.name for argument in schema_of(target).arguments]
+    args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
+    return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
+
+
+def written_states(traced: TracedModel, following: Collection[str]) -> dict[fx.Node, str]:
+    """Returns what is written as a whole into state that follows from samples, with that state's attribute."""
+    found: dict[fx.Node, str] = {}
+    for node in traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        state, source = node.args[0], node.args[1]
+        while isinstance(source, fx.Node) and source.op == "call_function" and traced.facts[source.name].is_view:
+            source = source.args[0]
+        if isinstance(state, fx.Node) and state.target is torch.ops.aten.detach.default:  # under no_grad
+            state = state.args[0]
+        if isinstance(state, fx.Node) and isinstance(source, fx.Node) and str(state.target) in following:
+            found[source] = str(state.target)
+    return found
 
 
 def _with_layers_once(traced: TracedModel) -> fx.GraphModule:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, PlanError
+from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
@@ -32,6 +33,7 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step import SplitStep, WholeStep
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of, steps_here
+from autovaruna.runtime.witness import Witness
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
@@ -64,6 +66,8 @@ class Engine:
         orders: the instructions of every rank, for each graph.
         asks_for_sums: whether gradients are to be summed over ranks, in a backward that comes now.
         of_model: says in errors which model this is, behind other words.
+        step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
+        witness: looks at some steps; None: that is turned off.
 
     Raises:
         PlanError: stages are to be compiled, and the plan splits their backward.
@@ -83,6 +87,9 @@ class Engine:
     metrics: Metrics = field(default_factory=Metrics)
     of_model: str = ""
     trace: EventTrace | None = None
+    step: Callable[[], int] = lambda: 0
+    saved: Callable[[int], str] = lambda step: ""
+    witness: Witness | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         settings, world, device = self.settings, self.world, self.device
@@ -94,6 +101,7 @@ class Engine:
         self._books: list[GradientBook] = []
         self._recent: OrderedDict[str, None] = OrderedDict()
         self.backwards = Backwards(self.state, self._books)
+        self.witness = self._make_witness()
         own = {
             name: each
             for name, each in self.state.parameters().items()  # calls refuse others in their place
@@ -113,6 +121,24 @@ class Engine:
             delivers_all=settings.outputs == "all",
             offload=settings.offload,
             trace=self.trace,
+            witness=self.witness,
+        )
+
+    def _make_witness(self) -> Witness | None:
+        """Returns what looks at some steps; None: that is turned off."""
+        settings = self.settings
+        if not settings.recheck_trace:
+            return None
+        share = SHARE if settings.recheck_trace is True else settings.recheck_trace
+        return Witness(
+            model=self.state.model,
+            world=self.world,
+            device=self.device,
+            clock=Clock(share, self.plan.predicted_seconds),
+            tries_parts=settings.check_parts,
+            is_free=settings.micro_batch_weight is not None or settings.batch_statistics != "exact",
+            step=self.step,
+            saved=self.saved,
         )
 
     def run(
@@ -254,6 +280,8 @@ class Engine:
             del self._known[key]
             self._books.remove(known.graph.book)
         self._rank.mail.forget(key)
+        if self.witness is not None:
+            self.witness.forget(key)
 
     @property
     def script_actions(self) -> dict[str, str]:

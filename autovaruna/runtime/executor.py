@@ -32,6 +32,7 @@ from autovaruna.runtime.program import ModelCall, Task
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState
+from autovaruna.runtime.witness import Witness
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import StageModule
@@ -46,6 +47,7 @@ class RankContext:
 
     `asks_for_sums()`: gradients are to be summed over ranks; what it returns when a backward comes counts.
     `delivers_all`: steps return outputs beside the loss; `offload`: what waits for a recompute is on the host.
+    `witness` looks at some steps.
     """
 
     world: World
@@ -61,6 +63,7 @@ class RankContext:
     delivers_all: bool
     offload: bool
     trace: EventTrace | None
+    witness: Witness | None
 
 
 class Executor:
@@ -86,6 +89,7 @@ class Executor:
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._output_gradient: OutputGradient = no_gradient
         self._task: Task | None = None
+        self.observation = None if rank.witness is None else rank.witness.begin(call)
 
     def hand_out_samples(self) -> None:
         """Sends this rank's samples to the stages that use them; never blocks."""
@@ -146,6 +150,8 @@ class Executor:
         keeps_graph = needs_gradient and stage.index not in self._program.graph.recomputing
         if needs_gradient and not keeps_graph:
             state.before = self._state.copy(stage)
+        if self.observation is not None:
+            self.observation.arrive(stage, part, state.tensors, self._call.of_batch.get(part.weight, NOTHING))
         returned = self._run_stage(stage, part, state, keeps_graph)
         for call in stage.part.watched:
             call_hooks(self._rank.state.model, call, returned)
@@ -180,6 +186,8 @@ class Executor:
             if gradient is not None and (root := state.returned[name]).requires_grad:
                 roots.append(root)
                 gradients.append(gradient)
+                if self.observation is not None:
+                    self.observation.go_back(stage, task.part, name, gradient)
         if not retains_graph:
             state.returned = NOTHING
         if not self.retains_graphs:

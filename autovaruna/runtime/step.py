@@ -77,6 +77,8 @@ class StepGradients:
 class Step(ABC):
     """What both kinds of steps do alike."""
 
+    _is_over = True  # once the call has run
+
     def __init__(self, call: ModelCall, rank: RankContext) -> None:
         self._call, self._rank, self._program = call, rank, call.program
         self._backwards, self._book = rank.backwards, call.program.graph.book
@@ -97,7 +99,15 @@ class Step(ABC):
                 self._rank.trace.write_step()
                 if self._rank.trace.num_steps_left <= 0:
                     self._rank.trace = None
+        if self._is_over:
+            self._look()
         return outputs
+
+    def _look(self) -> None:
+        """Makes sure, in some steps, that the step is what the whole batch gives; nothing of it is given out yet."""
+        observation, self._executor.observation = self._executor.observation, None
+        if observation is not None:
+            observation.compare()
 
     @abstractmethod
     def _run(self) -> list[Tensor | None]:
@@ -297,6 +307,7 @@ class WholeStep(Step):
 class SplitStep(Step):
     """A step that runs forwards in the call; where gradients are wanted, the caller's backward runs the backwards."""
 
+    _is_over = False
     _numbers: Sequence[Tensor | None] = ()  # the outputs that may be a loss; of others nothing
 
     def _run(self) -> list[Tensor | None]:
@@ -352,7 +363,8 @@ class SplitStep(Step):
                 backwards.add_kept()
             rank.world.flush()  # others wait for it, and this rank may wait for them by itself
             self._book.keep(found.own)
-            return self._for_sources(found.totals, found.inputs)
+        self._look()
+        return self._for_sources(found.totals, found.inputs)
 
     def _say_where_the_loss_is(self, gradients: Gradients) -> None:
         """Logs what the first backward shows: the script makes the loss of outputs, or picks it from among them."""

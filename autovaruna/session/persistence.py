@@ -22,6 +22,7 @@ from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.run import Run
 
 logger = logging.getLogger(__name__)
+_MOST_SAVED = 100
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Persistence:
         self._model, self._optimizer, self._run = model, optimizer, run
         self._locks = ExitStack()
         self._saver: Saver | None = None
+        self._saved: list[tuple[int, str]] = []  # the steps of the last checkpoints, and where they are
 
     def subject(self) -> ModelInTraining:
         """Returns what checkpoints are of."""
@@ -59,6 +61,14 @@ class Persistence:
         subject = self.subject()
         self._saver = self._saver or Saver(subject.world)
         self._saver.save(subject, root, content, options)
+        self._saved = [*self._saved[1 - _MOST_SAVED :], (content.step, os.fspath(root))]
+
+    def words_of_saved(self, step: int) -> str:
+        """Says which of this run's checkpoints was the newest at a step."""
+        saved = [each for each in self._saved if each[0] <= step]
+        if not saved:
+            return "no checkpoint was saved before"
+        return f"the newest checkpoint before is step {saved[-1][0]}, in {saved[-1][1]}"
 
     def too_early(self, what: str) -> OrderError:
         """Returns the error for what the script does while a checkpoint is `pending`."""

@@ -1,9 +1,8 @@
-"""Checks, on fake tensors in a few later steps, that a forward still is what was traced: guards may miss something."""
+"""Checks, on fake tensors in some later steps, that a forward still is what was traced: guards may miss something."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -24,12 +23,11 @@ from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.trace import one_at_a_time
 from autovaruna.graph.traced import TracedModel, difference, is_same_graph
 from autovaruna.graph.tree import words
+from autovaruna.runtime.witness import Witness
 from autovaruna.runtime.world import World
 from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)
-_DUE = (2, 10, 20, 40, 80, 160, 320, 640)  # calls of one kind in training, the one that was traced being the first
-_NUM_STEPS, TIME_SHARE = 1000, 0.01  # all checks take at most this share of so many steps and the first call
 _MOST = 2**16  # numbers of a tensor of which each counts
 
 
@@ -77,64 +75,44 @@ def _torch_calls(model: nn.Module, call: CallSpec, device: torch.device) -> list
     return recorder.calls
 
 
-@dataclass
-class _WatchedCalls:
-    """Calls of one kind; `calls` is what the traced forward calls of torch."""
-
-    calls: list[Any]
-    num_calls: int = 1
-
-
 class TraceRecheck:
-    """Rechecks traces on one rank: ranks do so in turns, and an error of one reaches all as they agree on the call."""
+    """Rechecks traces on one rank: ranks do so in turns, and an error of one reaches all as they agree on the call.
 
-    def __init__(self, model: nn.Module, traces: Traces, world: World, step_seconds: float) -> None:
-        self._model, self._traces, self._world = model, traces, world
-        self.kinds: dict[str, _WatchedCalls] = {}
-        self._seconds_left = TIME_SHARE * _NUM_STEPS * step_seconds  # seconds that checks may take yet
-        self._expected_seconds = 0.0
+    `kinds` is what the traced forward of each graph calls of torch.
+    """
 
-    def record(self, traced: TracedModel, call_seconds: float) -> None:
-        """Records what a forward calls of torch that has just been traced, in a call that took so long."""
-        self._seconds_left += TIME_SHARE * call_seconds
-        if (
-            traced.needs_gradient
-            and self._expected_seconds <= self._seconds_left
-            and (calls := self._calls_now(traced))
-        ):
-            self.kinds[traced.key] = _WatchedCalls(calls)
-            self._expected_seconds /= 2  # the next one is warm
+    def __init__(self, model: nn.Module, traces: Traces, world: World, witness: Witness) -> None:
+        self._model, self._traces, self._world, self._witness = model, traces, world, witness
+        self.kinds: dict[str, list[Any]] = {}
+
+    def record(self, traced: TracedModel) -> None:
+        """Records what a forward calls of torch that has just been traced."""
+        if traced.needs_gradient and (calls := self._calls_now(traced)):
+            self.kinds[traced.key] = calls
 
     def recheck(self, traced: TracedModel) -> bool:
-        """Checks, if that is due, that the forward is what was traced; says whether it did.
+        """Checks, if that is due and this rank's turn, that the forward is what was traced; says whether it did.
 
         Raises:
             TraceError: it is not.
         """
-        kind = self.kinds.get(traced.key)
-        if kind is None:
+        clock, known = self._witness.clock, self.kinds.get(traced.key)
+        if known is None or not clock.is_due(traced.key) or clock.num_looks % self._world.num_ranks != self._world.rank:
             return False
-        kind.num_calls += 1
-        if kind.num_calls not in _DUE or self._expected_seconds > self._seconds_left:
-            return False
-        if _DUE.index(kind.num_calls) % self._world.num_ranks != self._world.rank:
-            return False
-        if (calls := self._calls_now(traced)) != kind.calls:
+        began = thread_time()
+        if (calls := self._calls_now(traced)) != known:
             self._compare_anew(traced)
-            kind.calls = calls
+            self.kinds[traced.key] = calls
+        self._witness.seconds += thread_time() - began
         return True
 
     def _calls_now(self, traced: TracedModel) -> list[Any]:
         """Returns what the forward calls of torch now; empty: it needs numbers, and cannot be checked."""
-        before = thread_time()
         try:
             return _torch_calls(self._model, traced.call, self._traces.device)
         except Exception as error:
             logger.debug("the forward is not looked at again: %s", error)
             return []
-        finally:
-            self._expected_seconds = thread_time() - before
-            self._seconds_left -= self._expected_seconds
 
     def _compare_anew(self, traced: TracedModel) -> None:
         found = self._traces.retrace(traced)
@@ -144,4 +122,5 @@ class TraceRecheck:
                 f"{difference(traced, found)}. It reads something that the script, or forward itself, has changed and "
                 "that is not followed, so steps since then may have used its old value. Make it an argument of "
                 "forward, a buffer, or an attribute of a module; recheck_trace=False does not look at it."
+                f"{self._witness.since(traced.key)}"
             )

@@ -170,6 +170,8 @@ class Session:
         lengths = traced.lengths_of(shared.call) or ()
         values = self._values_of_batch(traced, shared, batch, lengths)
         is_new = self.traces.num_traced > num_known
+        if is_new and engine.witness is not None:
+            engine.witness.trace_seconds += perf_counter() - began
         if torch.is_grad_enabled():
             start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
@@ -180,9 +182,10 @@ class Session:
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
-            self._recheck.kinds.pop(key, None)
+            if self._recheck is not None:
+                self._recheck.kinds.pop(key, None)
         if is_new:
-            self._record_trace(traced, perf_counter() - began)
+            self._record_trace(traced)
         if is_new or traced.runs_own_code:  # both may set attributes
             model.guards.settle()
         return returned
@@ -234,10 +237,9 @@ class Session:
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
         if self._model.engine is None and not self.is_plain:
-            began = perf_counter()
             self._start(self._agree(args, kwargs))
             assert self.traces is not None and self.traces.latest is not None
-            self._record_trace(self.traces.latest, perf_counter() - began)
+            self._record_trace(self.traces.latest)
 
     # agree
 
@@ -317,10 +319,10 @@ class Session:
             logger.info(text, ", ".join(sorted(unread)))
         return bool(unread)
 
-    def _record_trace(self, traced: TracedModel, seconds: float) -> None:
-        """Takes the state of the model as that of a new trace, in a call that has taken so long."""
-        if self._run.settings.recheck_trace:
-            self._recheck.record(traced, seconds)
+    def _record_trace(self, traced: TracedModel) -> None:
+        """Takes the state of the model as that of a new trace."""
+        if self._recheck is not None:
+            self._recheck.record(traced)
         if counted := {full_name(each.path, each.name) for each in traced.changes}:
             self._model.guards.record_trial((), counted, ())
         self._model.guards.start()
@@ -328,13 +330,15 @@ class Session:
     def _recheck_trace(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""
         traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.find(call)
-        if traced is not None and self._recheck.recheck(traced):
+        if traced is not None and self._recheck is not None and self._recheck.recheck(traced):
             self._model.guards.settle()
 
     @cached_property
-    def _recheck(self) -> TraceRecheck:
-        assert self.traces is not None
-        return TraceRecheck(self._model.module, self.traces, self._run.world, self.preparation.plan.predicted_seconds)
+    def _recheck(self) -> TraceRecheck | None:
+        """What looks at the forward again; None: that is turned off."""
+        assert self.traces is not None and self._model.engine is not None
+        witness = self._model.engine.witness
+        return None if witness is None else TraceRecheck(self._model.module, self.traces, self._run.world, witness)
 
     @cached_property
     def _same_inputs(self) -> SameInputs:
@@ -456,6 +460,8 @@ class Session:
             metrics=run.metrics,
             of_model=run.of_model,
             trace=None if self._number_of_copy else preparation.event_trace(run),
+            step=lambda: run.step + 1,
+            saved=self._persistence.words_of_saved,
         )
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         model.guards.settle()

@@ -301,20 +301,23 @@ class Traces:
         """Makes sure that the graph computes what the model does, for a batch and for its micro-batches. Collective.
 
         The first rank that has the model whole compares it with the graph (after the split no rank has, as a rule);
-        meanwhile the last one tries the graph on parts of a batch, or another one does, with drawn weights.
+        meanwhile the last one tries the graph on parts of a batch, or another one does, with drawn weights. After the
+        split each stage is tried in the first step with the graph, with its weights: see `runtime/witness.py`.
         """
         size = micro_batch_size if traced.sizes.symbol is None else min(micro_batch_size, _MOST_SAMPLES)
         own = shared.sizes[self._world.rank]
         able = self._world.gather_objects((own >= size, self._is_whole()), "finding who has the whole model")
         compares = [rank for rank, each in enumerate(able) if each == (True, True)]
         passing = [rank for rank, num in enumerate(shared.sizes) if num]
-        tries = [rank for rank in passing if able[rank][1]] or passing
+        wholes = [rank for rank in passing if able[rank][1]]
+        is_split = any(isinstance(each, RemoteTensor) for each in self._model.parameters())
+        tries = wholes or ([] if is_split and self._settings.recheck_trace else passing)
 
         def check_here() -> str:
             if self._settings.check_trace and compares[:1] == [self._world.rank]:
                 samples = shared.samples(0, size) if not traced.asks_for_one else self._repeated(shared, max(2, size))
                 compare(traced, self._model, samples, self.device)
-            return self._try(traced, shared) if is_tried and tries[-1] == self._world.rank else ""
+            return self._try(traced, shared) if is_tried and tries[-1:] == [self._world.rank] else ""
 
         self._trial_refusals[traced.key] = "".join(
             gather_on_all(self._world, check_here, "comparing the trace with the model")

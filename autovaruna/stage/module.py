@@ -82,6 +82,13 @@ class StageModule:
         parameters = [name for name in named(ArgumentSource.PARAMETER) if name in names]
         return buffers | {name: self._parameters[name].detach() for name in parameters}
 
+    def held(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers of the stage by first name, as they are now, and its constants."""
+        named = self.part.piece.named
+        found = {name: self._constants[name] for name in named(ArgumentSource.CONSTANT)}
+        found |= {name: self._buffer(name) for name in named(ArgumentSource.BUFFER)}
+        return found | {name: self._parameters[name] for name in named(ArgumentSource.PARAMETER)}
+
     @cached_property
     def split(self) -> SplitPiece | None:
         """The piece with its backward in two parts; None: there is nothing to leave for the second."""

@@ -1,0 +1,54 @@
+"""Says in which steps a run looks whether it computes what it should: often at first, then for a share of its time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+SHARE = 0.01  # of the time of a run
+_FIRST = (1, 2, 3, 5, 9, 17, 33, 65)
+_EVERY, _IN_ADVANCE = 100, 1000  # steps
+_MOST_FIRST = 3  # steps of one kind that are looked at as its first, while none of them goes backward
+
+
+class Clock:
+    """Counts steps that train, on all ranks alike: what decides is what all ranks have heard of each other.
+
+    The share is that of a thousand steps in advance, and of calls that trace. What first looks at a kind of steps take
+    is a part of such calls.
+
+    Args:
+        share: Of the time of a run.
+        step_seconds: What a step is expected to take.
+    """
+
+    def __init__(self, share: float, step_seconds: float) -> None:
+        self.num_steps = self.num_looks = 0
+        self._share, self._step_seconds, self._spent = share, step_seconds, 0.0
+        self._due, self._seen, self._begun = 1, set[str](), Counter[str]()
+
+    def is_due(self, key: str) -> bool:
+        """Whether a look is due in the step that comes; always in the first one of a kind."""
+        return self.num_steps + 1 >= self._due or self._is_new(key)
+
+    def begin(self, key: str) -> bool:
+        """Counts a step; says whether a look is due in it."""
+        is_due = self.is_due(key)
+        self.num_steps += 1
+        if is_due:
+            self._begun[key] += 1
+            self._due = next((step for step in _FIRST if step > self.num_steps), self.num_steps + _EVERY)
+        return is_due
+
+    def record(self, key: str, seconds: Sequence[float], step_seconds: float, trace_seconds: float) -> None:
+        """Records a look: what it took each rank, what a step takes now (zero: not known yet), and what traces took."""
+        self._spent += (max(seconds) if key in self._seen else 0.0) - self._share * trace_seconds
+        self._seen.add(key)
+        self.num_looks += 1
+        self._step_seconds = step_seconds or self._step_seconds
+        num_paid = math.ceil((self._spent + max(seconds)) / max(self._share * self._step_seconds, 1e-9))
+        self._due = max(self._due, num_paid if num_paid > _IN_ADVANCE else 0)
+
+    def _is_new(self, key: str) -> bool:
+        return key not in self._seen and self._begun[key] < _MOST_FIRST

@@ -1,0 +1,57 @@
+"""Runs nodes of a graph one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import fx
+
+from autovaruna.graph.precision import in_precision, precision_of
+
+ValueOf = Callable[[fx.Node], Any]
+Run = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class NodeError(Exception):
+    """What a node has raised."""
+
+    def __init__(self, node: fx.Node, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.node, self.error = node, error
+
+
+def evaluate(
+    nodes: Sequence[fx.Node], value_of: ValueOf, run: Run, wanted: Collection[fx.Node] = ()
+) -> dict[fx.Node, Any]:
+    """Runs nodes in order, each in its precision, and returns the values of those that are `wanted`.
+
+    Args:
+        value_of: Returns the value of a node that is not among `nodes`.
+        run: Runs a node on the values of its arguments.
+
+    Raises:
+        NodeError: a node has raised something.
+    """
+    last = {source: node for node in nodes for source in node.all_input_nodes}
+    own, found = set(nodes), dict[fx.Node, Any]()
+    dropped: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in last.items():
+        if source in own and source not in wanted:
+            dropped.setdefault(node, []).append(source)
+
+    def value(source: fx.Node) -> Any:
+        return found[source] if source in own else value_of(source)
+
+    for node in nodes:
+        precision = precision_of(node)
+        try:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            with in_precision(precision) if precision else nullcontext():
+                found[node] = run(node, args, kwargs)
+        except Exception as error:
+            raise NodeError(node, error) from error
+        for source in (*dropped.get(node, ()), *(() if node in last or node in wanted else (node,))):
+            del found[source]
+    return {node: found[node] if node in own else value_of(node) for node in wanted}

@@ -1,0 +1,175 @@
+"""Looks now and then whether a step that has trained gives in parts what it gives in the whole: see `evidence/`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import AutoVarunaError
+from autovaruna.evidence.clock import Clock
+from autovaruna.evidence.witness import Observed, StageWitness, Terms, UntriedError
+from autovaruna.graph.random import RandomStream
+from autovaruna.graph.traced import TracedModel
+from autovaruna.log import warn_once
+from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.program import ModelCall
+from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.schedule.pipeline import Kind
+from autovaruna.stage.module import StageModule
+
+logger = logging.getLogger(__name__)
+_WHAT = "running samples of the step in parts"
+_UNTRIED = (
+    "%s was not run again on parts of a micro-batch: %s. So nobody knows whether micro-batches give what the whole "
+    "batch does; compare a loss with plain PyTorch, or pass check_parts=False"
+)
+
+
+@dataclass(eq=False)
+class Witness:
+    """Looks at steps of one model on this rank.
+
+    Attributes:
+        tries_parts: whether samples are run again; else ranks but tell each other of what else they have looked at.
+        is_free: see `Terms`.
+        step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
+        seconds: what this rank has taken for other looks since the last one; `trace_seconds`: for traces.
+    """
+
+    model: nn.Module
+    world: World
+    device: torch.device
+    clock: Clock
+    tries_parts: bool
+    is_free: bool
+    step: Callable[[], int]
+    saved: Callable[[int], str]
+    seconds: float = 0.0
+    trace_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._stages: dict[tuple[str, int], StageWitness] = {}
+        self._looked: tuple[int, float] | None = None
+        self._right: dict[str, int] = {}  # the last step at which all was right, by graph
+
+    def begin(self, call: ModelCall) -> Observation | None:
+        """Counts a step that trains; returns what is to be recorded of it, if anything."""
+        if not call.needs_gradient or not self.clock.begin(call.program.traced.key):
+            return None
+        return Observation(self, call, self.step())
+
+    def since(self, key: str) -> str:
+        """Says, of an error that is found now, from which step on numbers may be wrong; empty: from this one on."""
+        now, right = self.step(), self._right.get(key)
+        if right is None or now <= right + 1:
+            return ""
+        return f" Between step {right} and step {now} numbers may have been wrong; {self.saved(right)}."
+
+    def of(self, stage: StageModule, traced: TracedModel) -> StageWitness:
+        key = traced.key, stage.index
+        if key not in self._stages:
+            self._stages[key] = StageWitness(stage, traced, self.model, self.device)
+        return self._stages[key]
+
+    def forget(self, key: str) -> None:
+        self._right.pop(key, None)
+        self._stages = {each: found for each, found in self._stages.items() if each[0] != key}
+
+    def look(self, traced: TracedModel, step: int, act: Callable[[], str]) -> None:
+        """Has all ranks look at a step, where an error of one is one of all. Collective."""
+        began, steps = perf_counter(), self.clock.num_steps
+        per_step = 0.0
+        if self._looked is not None and steps > self._looked[0]:
+            per_step = (began - self._looked[1]) / (steps - self._looked[0])
+
+        def timed() -> tuple[str, float, float, float]:
+            try:
+                return act(), self.seconds + perf_counter() - began, per_step, self.trace_seconds
+            except AutoVarunaError as error:
+                raise type(error)(f"{error}{self.since(traced.key)}") from error
+
+        texts, seconds, steps_seconds, traces_seconds = zip(*gather_on_all(self.world, timed, _WHAT), strict=True)
+        self.clock.record(traced.key, seconds, max(steps_seconds), max(traces_seconds))
+        self._looked, self._right[traced.key] = (steps, perf_counter()), step
+        self.seconds = self.trace_seconds = 0.0
+        for untried in dict.fromkeys(filter(None, texts)):
+            if self.world.rank == 0:
+                warn_once(logger, self.model, untried)
+
+
+class Observation:
+    """What this rank records of one step, and looks at when the step's activations are gone.
+
+    `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun.
+    """
+
+    def __init__(self, witness: Witness, call: ModelCall, step: int) -> None:
+        self._witness, self._call, self._step = witness, call, step
+        self._chosen = _chosen(call) if witness.tries_parts else {}
+        self.observed: dict[tuple[int, int], Observed] = {}
+
+    def arrive(
+        self, stage: StageModule, part: MicroBatch, tensors: Mapping[str, Tensor], of_batch: Mapping[str, Tensor]
+    ) -> None:
+        """Records what a forward works on, if the micro-batch is one that counts."""
+        if part.index not in self._chosen.get(stage.index, ()):
+            return
+        call, traced = self._call, self._call.program.traced
+        stream = RandomStream(call.seed, call.number, part.index, self._witness.device)
+        before = {name: each.clone() for name, each in stage.changed_state(traced.changed_state).items()}
+        self.observed[stage.index, part.index] = Observed(part.size, stream, tensors, of_batch, before)
+
+    def go_back(self, stage: StageModule, part: MicroBatch, name: str, gradient: Tensor) -> None:
+        """Records what came back for a result."""
+        if (found := self.observed.get((stage.index, part.index))) is not None:
+            found.gradients[name] = gradient
+
+    def compare(self) -> None:
+        """Makes sure that samples give the same together and apart. Collective.
+
+        Raises:
+            TraceError, InputError: they do not.
+        """
+        self._witness.look(self._call.program.traced, self._step, self._compare)
+
+    def _compare(self) -> str:
+        """Returns why a stage was not tried."""
+        program, untried = self._call.program, ""
+        for index, parts in self._chosen.items():
+            stage = program.graph.stages[index]
+            witness = self._witness.of(stage, program.traced)
+            terms = Terms(
+                program.graph.is_sum, self._witness.is_free, frozenset(program.wanted[index]), program.lengths
+            )
+            try:
+                first, *others = [self.observed[index, m] for m in parts if (index, m) in self.observed]
+                for other in others:
+                    first = witness.join(first, other, terms.is_sum)
+                error: AutoVarunaError | None = witness.refusal(first, terms)
+            except UntriedError as reason:
+                error, untried = None, _UNTRIED % (type(self._witness.model).__qualname__, reason)
+            if error is not None:
+                raise error
+        self.observed.clear()
+        return untried
+
+
+def _chosen(call: ModelCall) -> dict[int, list[int]]:
+    """Returns the micro-batches that count, by stage: the last of the largest, or the last two of one sample."""
+    program, found = call.program, dict[int, list[int]]()
+    if program.traced.sizes.symbol is None or len(program.batch.micro_batches) < 2:
+        return {}
+    for each in program.graph.instructions:
+        if each.kind is Kind.FORWARD and each.micro_batch in program.batch.micro_batches:
+            found.setdefault(each.stage, []).append(each.micro_batch)
+    sizes = {m: part.size for m, part in program.batch.micro_batches.items()}
+    chosen: dict[int, list[int]] = {}
+    for stage, parts in found.items():
+        largest = [m for m in parts if sizes[m] == max(map(sizes.__getitem__, parts))]
+        chosen[stage] = largest[-1:] if sizes[largest[-1]] > 1 else largest[-2:]
+    return {stage: parts for stage, parts in chosen.items() if sum(map(sizes.__getitem__, parts)) > 1}
