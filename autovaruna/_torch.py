@@ -57,6 +57,7 @@ try:
     import torch.utils._sympy.value_ranges
     import torch.utils.weak
 
+    _interpreter = torch._C._functorch.peek_interpreter_stack  # that of the function transforms which are running
     pytree = torch.utils._pytree  # structures of lists and dicts, as torch.export takes them apart
 
     # Operators, as the nodes of a graph call them.
@@ -304,3 +305,8 @@ def _later(module: str, name: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise _missing(error) from error
+
+
+def is_transforming() -> bool:
+    """Whether a function transform of ``torch.func`` is running."""
+    return _interpreter() is not None

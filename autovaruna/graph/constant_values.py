@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, schema_of
 from autovaruna.graph.operators import EMPTY, aliases_of, reached
 
-_SIZES = (2, 7)
-"""Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
+_SIZES, _LARGE_SIZES = (2, 7), (61, 509)
+"""Batch sizes for which numbers are computed, the large ones where they fit; what holds for all of them is constant."""
 _MOST_ELEMENTS = 2**24
 _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
 _DETACH_, _DETACH = torch.ops.aten.detach_.default, torch.ops.aten.detach.default
@@ -56,7 +56,8 @@ def _evaluated(tensor: Tensor, act: Callable[[Tensor], Any]) -> list[Any]:
         _refuse_writes(cone)
         held = {each: value for each in cone if (value := _held(each)) is not None}
         with torch.no_grad(), disable_current_modes(), DisableTorchFunction():  # with numbers, and untraced
-            return [act(_computed(cone, dict(held), size)) for size in _SIZES]
+            large = [size for size in _LARGE_SIZES if all(_elements(each, size) <= _MOST_ELEMENTS for each in cone)]
+            return [act(_computed(cone, dict(held), size)) for size in (*_SIZES, *large)]
     except _UnknownError:
         return []
 
@@ -91,13 +92,19 @@ def _held(node: fx.Node) -> Tensor | None:
 def _is_computable(node: fx.Node) -> bool:
     if node.target is operator.getitem or _held(node) is not None:
         return True
-    target, value = node.target, node.meta.get("val")
+    target = node.target
     if not isinstance(target, OpOverload) or _writes(target):
         return False
     if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in EMPTY:
         return False
+    return _elements(node, _SIZES[-1]) <= _MOST_ELEMENTS
+
+
+def _elements(node: fx.Node, size: int) -> int:
+    """Returns how many numbers a value has for a batch of some size."""
+    value = node.meta.get("val")
     shape = value.shape if isinstance(value, Tensor) else ()
-    return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in shape) <= _MOST_ELEMENTS
+    return math.prod(each if isinstance(each, int) else _size(each, size) for each in shape)
 
 
 def _writes(target: OpOverload) -> bool:

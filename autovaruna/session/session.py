@@ -14,10 +14,11 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import is_transforming
 from autovaruna.checkpoint.folder import words_of_newest
 from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.state import Content, ModelInTraining
-from autovaruna.errors import CheckpointError, ConfigError, RankError
+from autovaruna.errors import CheckpointError, ConfigError, InputError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
@@ -133,6 +134,12 @@ class Session:
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
         """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective."""
+        if is_transforming():
+            raise InputError(
+                "The wrapped model is called inside of a function transform of torch.func (vmap, grad, jacrev, jvp and "
+                "the like): got no plain tensors, and a step computes numbers alone. Expected a plain call; make the "
+                "transform a part of forward, in a submodule, which is kept whole as one operation."
+            )
         self._persistence.poll()
         self._model.borrowed.write_back()
         with self._reported():

@@ -353,6 +353,21 @@ def test_truths_and_greatest_integers_of_micro_batches_become_those_of_the_batch
         assert torch.equal(found, expected)
 
 
+def test_a_function_transform_around_the_wrapper_is_refused() -> None:
+    """Once, it ended in torch's words about storage."""
+    wrapped = AutoVaruna(Written(lambda self, x: self.last(x), last=nn.Linear(WIDTH, CLASSES)), **ONE)
+    with pytest.raises(InputError, match=r"function transform of torch.func .* Expected a plain call"):
+        torch.func.jacrev(wrapped)(X["x"])
+
+
+def test_sizes_that_round_to_one_for_small_batches_are_no_constants() -> None:
+    def blocks(self: Any, x: Tensor) -> Tensor:
+        return self.last(x) * int(torch.ceil(torch.tensor(x.shape[0] / 32)))
+
+    with pytest.raises(TraceError, match=r"int\(\) of a tensor"):
+        AutoVaruna(Written(blocks, last=nn.Linear(WIDTH, CLASSES)), **ONE)(**X)
+
+
 class Clipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
