@@ -33,7 +33,6 @@ MEETING: dict[str, Act] = {
     "cumsum": lambda h: h.cumsum(0),
     "order": lambda h: h[h[:, 0].argsort()],
     "neighbour": lambda h: h.roll(1, 0),
-    "best": lambda h: h + h[h.sum(1).argmax()],
 }
 ALONE: dict[str, Act] = {
     "softmax": lambda h: h.softmax(1),
@@ -47,7 +46,7 @@ ALONE: dict[str, Act] = {
 }
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda o, y: (o.mean(1) - y).square().mean(),
-    "counted": lambda o, y: ((o.mean(1) - y).square() * (y > 0)).sum() / (y > 0).sum(),
+    "counted": lambda o, y: ((o.mean(1) - y).square() * (y > -9)).sum() / (y > -9).sum(),
     "classes": lambda o, y: F.cross_entropy(o, (y > 0).long()),
     "smooth": lambda o, y: F.smooth_l1_loss(o.amax(1), y),
 }
