@@ -91,10 +91,9 @@ def _generate_by(wrapper: ReferenceType[AutoVaruna]) -> Callable[..., Any]:
 
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         own = wrapper()
-        is_own = own is not None and own.module is model and own.plan is not None and own.plan.num_stages > 1
-        if (
-            own is None or not is_own or getattr(owner_of_loop(model), OWN_CALL) is not None
-        ):  # in a call of the wrapper's already
+        is_split = own is not None and own.module is model and own.plan is not None and own.plan.num_stages > 1
+        is_within = getattr(owner_of_loop(model), OWN_CALL) is not None  # a call of the wrapper's
+        if own is None or is_within or not is_split:
             return type(model).generate(model, *args, **kwargs)
         return own.generate(*args, **kwargs)
 
