@@ -121,7 +121,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     if num_ranks:
         check_metrics([row for row in history if "loss" in row])
     found = [{name: row[name] for name in kept if name in row} for row in history]
-    return found + ([{"step": -1, **generated(trainer)}] if case in ("usual", "lora") else [])
+    return found + ([{"step": -1, **generated(trainer)}] if case == "usual" and resume is None else [])
 
 
 def generated(trainer: Any) -> dict[str, int]:
