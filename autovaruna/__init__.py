@@ -32,7 +32,7 @@ if _TYPE_CHECKING:
     from autovaruna.graph.cuts import CutPoint
     from autovaruna.graph.opaque.keep import keep_whole
     from autovaruna.integrations.process_group import init_process_group
-    from autovaruna.runtime.environment import barrier, get_rank, get_world_size
+    from autovaruna.ranks.environment import barrier, get_rank, get_world_size
     from autovaruna.varuna.profiler import AutoConfig, Profiler
     from autovaruna.varuna.varuna import Varuna
 
@@ -75,9 +75,9 @@ _HOMES = {
     "ElasticSampler": "autovaruna.elastic.sampler",
     "Profiler": "autovaruna.varuna.profiler",
     "Varuna": "autovaruna.varuna.varuna",
-    "barrier": "autovaruna.runtime.environment",
-    "get_rank": "autovaruna.runtime.environment",
-    "get_world_size": "autovaruna.runtime.environment",
+    "barrier": "autovaruna.ranks.environment",
+    "get_rank": "autovaruna.ranks.environment",
+    "get_world_size": "autovaruna.ranks.environment",
     "init_process_group": "autovaruna.integrations.process_group",
     "keep_whole": "autovaruna.graph.opaque.keep",
     "load_checkpoint": "autovaruna.checkpoint.load",

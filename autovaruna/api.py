@@ -35,12 +35,12 @@ from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import watch_registrations
 from autovaruna.planner.records import Plan
+from autovaruna.ranks.environment import promise
+from autovaruna.ranks.world import World
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
-from autovaruna.runtime.environment import promise
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
-from autovaruna.runtime.world import World
 from autovaruna.session.generation import calls_together, has_encoder
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.model import WrappedModel, WrappedOptimizer, parallel_kinds, refuse_parallel_wrapper
@@ -247,24 +247,24 @@ class AutoVaruna(nn.Module):
                 return plain(*args, **loop.options(name, kwargs, self.plan))
         return self._session.call(args, kwargs, name)
 
-    def _call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
+    def call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the model, or a module of it, by its path, on all ranks. Collective."""
         return self._session.call(args, kwargs, path)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether calls need no other rank, and nothing else of the library."""
         return self._session.is_plain
 
     @property
-    def _is_split(self) -> bool:
+    def is_split(self) -> bool:
         """Whether some ranks lack a parameter."""
         return self._wrapped.is_split
 
     @property
     def _counts(self) -> bool:
         """Whether the other ranks are needed for what uses the weights now."""
-        return torch.is_grad_enabled() or self._is_split
+        return torch.is_grad_enabled() or self.is_split
 
     @property
     def _counts_in_methods(self) -> bool:
@@ -576,12 +576,12 @@ class AutoVaruna(nn.Module):
         """Returns a model of its own, without an optimizer, of which each rank holds what it holds of this one."""
         if self._persistence.pending is not None and self._persistence.pending.weights:
             raise self._persistence.too_early("a copy of the model")
-        made = memo[id(self)] = self._wrap_copy(copy.deepcopy(self.module, memo))
+        made = memo[id(self)] = self.wrap_copy(copy.deepcopy(self.module, memo))
         own = vars(self).keys() - vars(made).keys()
         made.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in own})
         return made
 
-    def _wrap_copy(self, module: nn.Module) -> AutoVaruna:
+    def wrap_copy(self, module: nn.Module) -> AutoVaruna:
         """Returns a wrapper of a copy of the module, which is split like this one."""
         made = type(self).__new__(type(self))
         made._wrap(module, self.settings, self._session.copies)

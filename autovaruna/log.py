@@ -25,8 +25,8 @@ from autovaruna.config.files import PACKAGED, conf_dir, read_toml
 from autovaruna.errors import AutoVarunaError, ConfigError
 
 ROOMS = (
-    *("config", "graph", "profiler", "schedule", "planner", "stage", "runtime", "checkpoint", "elastic", "session"),
-    "varuna",
+    *("config", "ranks", "graph", "profiler", "schedule", "planner", "stage", "evidence", "runtime", "checkpoint"),
+    *("elastic", "session", "varuna"),
 )
 LEVELS = {
     "debug": logging.DEBUG,

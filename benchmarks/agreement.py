@@ -20,11 +20,11 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.exchange import Parts, RankExchange, digest, keep_part
-from autovaruna.runtime.transport.base import DONE
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
-from autovaruna.runtime.world import World
+from autovaruna.ranks.environment import get_world
+from autovaruna.ranks.exchange import Parts, RankExchange, digest, keep_part
+from autovaruna.ranks.transport.base import DONE
+from autovaruna.ranks.transport.threads import Mailboxes, ThreadTransport
+from autovaruna.ranks.world import World
 from autovaruna.session.agreement import BatchNumbers
 
 NUM_PARAMETERS = 1200

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.transport.base import Pending
-from autovaruna.runtime.world import World
+from autovaruna.ranks.transport.base import Pending
+from autovaruna.ranks.world import World
 
 
 class Delayed(Pending):

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 if TYPE_CHECKING:
-    from autovaruna.runtime.world import World
+    from autovaruna.ranks.world import World
     from autovaruna.session.preparation import Preparation
 
 MOST_DRIFT, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 40
@@ -225,7 +225,7 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, num_again: int, ou
     from prediction_models import batch_of, import_library, model_of, optimizer_of
 
     from autovaruna import AutoVaruna, barrier, get_rank
-    from autovaruna.runtime.environment import get_world
+    from autovaruna.ranks.environment import get_world
 
     hush()
     world = get_world()

@@ -24,7 +24,7 @@ from peers import COMM, our_step, slowest  # noqa: E402
 from tunable import Chain, Shape, batch_of, cuts_of, shape_for  # noqa: E402
 
 from autovaruna import get_rank  # noqa: E402
-from autovaruna.runtime.environment import get_world  # noqa: E402
+from autovaruna.ranks.environment import get_world  # noqa: E402
 
 
 def step_of(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autovaruna
 import autovaruna.varuna
 from autovaruna import AutoVaruna, ElasticSampler
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 from tests.catalogue.small import Classifier
 
 ROOT = Path(__file__).parents[1]

@@ -18,8 +18,8 @@ from autovaruna._torch import FakeTensor, FakeTensorMode
 
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
-    *("errors", "config", "log", "_torch", "interception", "graph", "profiler", "schedule", "planner", "stage"),
-    *("evidence", "runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands"),
+    *("errors", "config", "log", "_torch", "interception", "ranks", "graph", "profiler", "schedule", "planner"),
+    *("stage", "evidence", "runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands"),
     "__main__",
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
@@ -27,8 +27,8 @@ LEVELS = {
     "graph": "records source_lines key_values tree precision random cuts operators > outside > guards"
     " > call module_state constant_values side_effects > opaque lengths > export > facts traced > batch"
     " > grouping pieces > verify > trial > methods trace",
-    "runtime": "launcher tls metrics autograd remote_parameter batch > transport > exchange > deadlock"
-    " > reduction > world > environment torch_channel buckets mail timeline > weights in_flight"
+    "ranks": "launcher tls transport > exchange > deadlock > reduction > world > buckets environment torch_channel",
+    "runtime": "metrics autograd remote_parameter batch mail timeline > weights in_flight"
     " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",
     "checkpoint": "manifest remote_file > folder tensor_file > encoding > state source > load save",
     "elastic": "host_list options host_processes job_folder rank_script sampler stub > ahead snapshot standby"

@@ -46,7 +46,7 @@ from autovaruna.config.files import at_home
 from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from autovaruna.runtime.world import World
+    from autovaruna.ranks.world import World
 
 Result = TypeVar("Result")
 
@@ -303,7 +303,7 @@ def _lock(descriptor: int, how: int, call: Callable[[int, int], object] = fcntl.
 
 def together(world: World, act: Callable[[], Result], what: str) -> Result:
     """Returns what `act` returns; an error on one rank is one on all, once all are done. Collective."""
-    from autovaruna.runtime.world import on_all
+    from autovaruna.ranks.world import on_all
 
     return on_all(world, partial(as_ours, act, what), what, waits=True)
 
@@ -325,7 +325,7 @@ def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
 
 def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
     """Returns what `act` returns on each rank; as `together`. Collective."""
-    from autovaruna.runtime.world import gather_on_all
+    from autovaruna.ranks.world import gather_on_all
 
     return gather_on_all(world, partial(as_ours, act, what), what, waits=True)
 
@@ -340,7 +340,7 @@ def place_of(given: str | os.PathLike[str]) -> str:
 
 def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
     """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
-    from autovaruna.runtime.exchange import differences
+    from autovaruna.ranks.exchange import differences
 
     real = place
     with suppress(OSError):  # the folder that the script is in may have gone

@@ -18,7 +18,7 @@ from autovaruna.checkpoint.source import CheckpointSource, choose
 from autovaruna.checkpoint.state import ModelInTraining, check_optimizer, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
-from autovaruna.runtime.environment import single_world
+from autovaruna.ranks.environment import single_world
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import OwnedState, materialize
 

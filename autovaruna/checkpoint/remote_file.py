@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autovaruna.checkpoint.manifest import NotDamagedError
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, connect
+from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, connect
 
 CREDENTIALS = "credentials.json"  # the file in a job's folder with what only the job's user can read
 _SUFFIX = ".elsewhere"

@@ -48,7 +48,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, com
 from autovaruna.checkpoint.tensor_file import Rows
 from autovaruna.config.files import at_home, copy_synced, read_record, system_bytes
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02

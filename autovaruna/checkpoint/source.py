@@ -24,7 +24,7 @@ from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 
 SINGLE = "model.safetensors"
 OTHERS = "state-*.safetensors"

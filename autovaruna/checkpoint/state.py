@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.encoding import Json, decode, encode
 from autovaruna.checkpoint.tensor_file import Reader, Rows, lay_out
 from autovaruna.errors import CheckpointError
+from autovaruna.ranks.world import World
 from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer
 from autovaruna.runtime.weights import OwnedState, Placement
-from autovaruna.runtime.world import World
 
 
 @dataclass(frozen=True)

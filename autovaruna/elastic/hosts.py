@@ -24,7 +24,7 @@ from autovaruna.elastic.options import MorphingOptions
 from autovaruna.elastic.slow_ranks import LEFT_OUT_SECONDS, SlowRanks
 from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.tls import Authority
+from autovaruna.ranks.tls import Authority
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05

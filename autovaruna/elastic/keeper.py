@@ -61,8 +61,8 @@ from autovaruna.elastic.job_folder import (
     write_record,
 )
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
-from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.tls import MOST_BYTES, Connection, Credentials, Server, connect
+from autovaruna.ranks.launcher import remove_leftovers
+from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0

@@ -35,7 +35,7 @@ from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import LIBRARIES
 from autovaruna.elastic.watch import JobWatch
-from autovaruna.runtime.tls import Authority
+from autovaruna.ranks.tls import Authority
 
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"

@@ -18,7 +18,7 @@ from typing import Any
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.tls import Authority, Connection, Server, connect
+from autovaruna.ranks.tls import Authority, Connection, Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
 _MANAGER, _NOTIFIER = "manager", "notifier"  # their names in a job

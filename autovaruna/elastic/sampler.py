@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from autovaruna.errors import ConfigError, InputError
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 
 
 class ElasticSampler(Sampler[list[int]]):

@@ -24,8 +24,8 @@ from autovaruna.errors import InputError
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.integrations.whole_state import show_whole_state
 from autovaruna.interception.optimizer_proxy import parameters_of
-from autovaruna.runtime.environment import get_world, get_world_size
-from autovaruna.runtime.exchange import ALIKE
+from autovaruna.ranks.environment import get_world, get_world_size
+from autovaruna.ranks.exchange import ALIKE
 
 
 class Accelerator(accelerate.Accelerator):

@@ -26,7 +26,7 @@ from autovaruna.integrations.lightning_step import STEPS, WRAPPERS, ModuleOnRank
 from autovaruna.integrations.process_group import init_process_group, local_rank
 from autovaruna.integrations.whole_state import RoutedCalls, show_whole_state
 from autovaruna.interception.optimizer_proxy import parameters_of
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 
 _CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
 """What a plugin of precision puts around each step."""
@@ -107,7 +107,7 @@ class _Wrappers(dict[str, AutoVaruna]):
     def is_needed(self, wrapper: AutoVaruna) -> bool:
         """Whether a call of a wrapped child is one of its wrapper: in a step that trains, or of a split model."""
         is_in_training = self.is_in_step and torch.is_grad_enabled()
-        return not wrapper._is_plain and (wrapper._is_split or is_in_training)
+        return not wrapper.is_plain and (wrapper.is_split or is_in_training)
 
     def show_states(self) -> None:
         for wrapper in self.values():
@@ -215,7 +215,7 @@ class AutoVarunaStrategy(DDPStrategy):
             if isinstance(copied, pl.LightningModule) and not vars(copied).get(WRAPPERS):
                 wrappers = vars(copied)[WRAPPERS] = _Wrappers()
                 for name, wrapper in self._wrappers.items():
-                    wrappers[name] = wrapper._wrap_copy(copied.get_submodule(name))
+                    wrappers[name] = wrapper.wrap_copy(copied.get_submodule(name))
                 wrappers.show_states()
 
     def _name_of_trained(self, optimizer: torch.optim.Optimizer) -> str:

@@ -204,13 +204,13 @@ class ModuleOnRanks:
         """Whether a call of the module or a child is one on all ranks: in a step that trains, or of a split model."""
         assert self.wrapper is not None
         is_in_training = self._is_in_step and torch.is_grad_enabled()
-        return not self.wrapper._is_plain and (self.wrapper._is_split or is_in_training)
+        return not self.wrapper.is_plain and (self.wrapper.is_split or is_in_training)
 
     # steps
 
     def is_traced(self, hook: str) -> bool:
         """Whether a step may be traced: not on one process, nor if it goes backward or has turned out to need more."""
-        if self.wrapper is None or self.wrapper._is_plain or hook in self.reasons:
+        if self.wrapper is None or self.wrapper.is_plain or hook in self.reasons:
             return False
         if hook == "training_step" and not self.module.automatic_optimization:
             self.reasons[hook] = "it goes backward itself"
@@ -232,7 +232,7 @@ class ModuleOnRanks:
         assert self.wrapper is not None
         name = self._name(path)
         with _in_place([*self._hidden, (self, "is_calling", True)]):
-            found = self.wrapper._call_part(f"{_CALLS}.{name}", *args, **kwargs)
+            found = self.wrapper.call_part(f"{_CALLS}.{name}", *args, **kwargs)
         results: list[Any] = []
 
         def real(text: str) -> Any:

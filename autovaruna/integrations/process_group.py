@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from autovaruna.errors import ConfigError
 from autovaruna.interception.collectives import watch_collectives
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.torch_channel import lacking_for_nccl, open_store
-from autovaruna.runtime.world import World
+from autovaruna.ranks.environment import get_world
+from autovaruna.ranks.torch_channel import lacking_for_nccl, open_store
+from autovaruna.ranks.world import World
 
 BACKENDS = ("auto", "gloo", "nccl")
 _WHAT = "init_process_group"

@@ -35,7 +35,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.integrations.accelerate import pad_value, padded_to_longest
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.integrations.whole_state import show_whole_calls, show_whole_state
-from autovaruna.runtime.environment import get_world_size
+from autovaruna.ranks.environment import get_world_size
 from autovaruna.session.generation import has_encoder, owner_of_loop
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:

@@ -24,7 +24,7 @@ class _WholeState:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         wrapper = self._wrapper()
-        if wrapper is None or not wrapper._is_split:
+        if wrapper is None or not wrapper.is_split:
             return self.plain(*args, **kwargs)
         try:
             return wrapper.state_dict(*args, **kwargs)
@@ -68,6 +68,6 @@ def show_whole_calls(wrapper: AutoVaruna) -> None:
 
     def is_needed() -> bool:
         found = known()
-        return found is not None and found._is_split
+        return found is not None and found.is_split
 
     RoutedCalls(wrapper.module, lambda *args, **kwargs: known()(*args, **kwargs), is_needed)  # type: ignore[misc]

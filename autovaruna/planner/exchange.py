@@ -37,7 +37,7 @@ class Exchange:
 
         all agree | samples come, forwards | outputs go, all agree, gradients come back | backwards | all agree
 
-    Ranks agree on each call in log2(N) rounds (`runtime/exchange.py`): all have then heard of the last one. Outputs go
+    Ranks agree on each call in log2(N) rounds (`ranks/exchange.py`): all have then heard of the last one. Outputs go
     to the ranks that passed the samples where the script makes the loss of them. A rank begins its next call when it
     has ended the last. Between hosts that are far from each other most of a step may be this.
     """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import combinations, repeat
+from math import lcm
 from typing import NamedTuple
 
 from autovaruna.config.files import Amount, Count
@@ -174,6 +175,20 @@ class Plan:
         """Returns the rank that runs a micro-batch at a stage."""
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yields the ranks that a micro-batch takes from one stage to another, both ways."""
+        for source, destination in combinations(range(self.num_stages), 2):
+            period = lcm(len(self.stages[source].ranks), len(self.stages[destination].ranks))
+            for micro_batch in range(min(period, self.num_micro_batches)):
+                ends = self.rank_of(source, micro_batch), self.rank_of(destination, micro_batch)
+                if ends[0] != ends[1]:
+                    yield ends
+                    yield ends[::-1]
+
+    def groups(self) -> set[tuple[int, ...]]:
+        """Returns the ranks of each stage that has replicas, which sum its gradients."""
+        return {stage.ranks for stage in self.stages if len(stage.ranks) > 1}
 
 
 def predicted_seconds(plan: Plan) -> dict[int, float]:

@@ -1,1 +1,1 @@
-"""Runs: how ranks talk, the executor, gradient sums, state. Nothing is imported here: MPI starts at its first use."""
+"""Runs a step: the program of a rank, its executor, gradients, outputs, the optimizer."""

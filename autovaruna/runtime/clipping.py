@@ -18,11 +18,11 @@ from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
 from autovaruna.interception.gradients import join_norms
 from autovaruna.interception.installed import ProcessPiece
-from autovaruna.runtime.exchange import ALIKE, differences
+from autovaruna.ranks.exchange import ALIKE, differences
+from autovaruna.ranks.world import World
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel, split_models
-from autovaruna.runtime.world import World
 
 Norm = tuple[float, torch.dtype]
 _NO_NORM = -1.0

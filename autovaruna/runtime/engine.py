@@ -22,6 +22,7 @@ from autovaruna.graph.tree import Constant, Opaque, Undelivered
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
+from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.executor import RankContext
 from autovaruna.runtime.gradients import Backwards, GradientBook
@@ -34,7 +35,6 @@ from autovaruna.runtime.step import SplitStep, WholeStep
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of, steps_here
 from autovaruna.runtime.witness import Witness
-from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule

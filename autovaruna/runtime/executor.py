@@ -22,6 +22,7 @@ from autovaruna.graph.opaque.run import saving_nothing
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.source_lines import failed_at
+from autovaruna.ranks.world import World
 from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch, OwnSamples
 from autovaruna.runtime.gradients import Backwards
@@ -33,7 +34,6 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState
 from autovaruna.runtime.witness import Witness
-from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import StageModule
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.buckets import GradientSums
+from autovaruna.ranks.buckets import GradientSums
+from autovaruna.ranks.world import World
 from autovaruna.runtime.mail import PARAMETER_TAG
 from autovaruna.runtime.remote_parameter import RemoteTensor, show_remote_gradients
 from autovaruna.runtime.weights import OwnedState, Placement, show_gradients_of_owners, steps_here
-from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 

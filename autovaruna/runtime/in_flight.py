@@ -11,7 +11,7 @@ from torch import Tensor
 from autovaruna._torch import preserve_version_counter
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.traced import TracedModel
-from autovaruna.runtime.transport.layout import is_dense, to_host
+from autovaruna.ranks.transport.layout import is_dense, to_host
 from autovaruna.stage.module import StageModule
 
 NOTHING: Mapping[str, Tensor] = {}

@@ -39,10 +39,10 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.planner.records import Plan
+from autovaruna.ranks.transport.base import DONE, Pending
+from autovaruna.ranks.transport.layout import Layout, distinct
+from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.transport.base import DONE, Pending
-from autovaruna.runtime.transport.layout import Layout, distinct
-from autovaruna.runtime.world import World
 from autovaruna.stage.split import Split, StageEdge
 
 INPUT_GRADIENT_TAG = 1 << 18

@@ -29,9 +29,9 @@ from autovaruna.interception.optimizer_proxy import (
     watch_steps,
 )
 from autovaruna.profiler.optimizer_trial import Steps, steps_of
+from autovaruna.ranks.world import World
 from autovaruna.runtime.remote_parameter import RemoteTensor, without_overrides
 from autovaruna.runtime.weights import Placement, from_rank, shared_parameter, split_models, spread_steps, steps_here
-from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 _DOES = {

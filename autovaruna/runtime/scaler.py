@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from autovaruna.errors import InputError
 from autovaruna.interception.gradients import UNSCALERS, Overflows, enabled_scalers, num_recorded
 from autovaruna.interception.optimizer_proxy import cut_groups
+from autovaruna.ranks.world import World
 from autovaruna.runtime.optimizer import OWNERSHIP
-from autovaruna.runtime.world import World
 
 
 class LossScale:

@@ -32,13 +32,13 @@ from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import OutputKind
+from autovaruna.ranks.reduction import WIDER
 from autovaruna.runtime.autograd import Finish, Gradients, follows_a_call, publish, while_unchanged
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.executor import Executor, RankContext, no_gradient
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.program import ModelCall, Task
-from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.weights import Placement
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import ParameterUse

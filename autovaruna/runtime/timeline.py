@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.world import World, on_all
+from autovaruna.ranks.world import World, on_all
 from autovaruna.schedule.pipeline import Edge, Instruction, Kind
 from autovaruna.schedule.simulation import LostTime, Simulation
 

@@ -22,10 +22,10 @@ from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.module_state import replace_tensor
 from autovaruna.graph.random import seed_generators, untouched_generator
 from autovaruna.planner.records import Plan, share_out
-from autovaruna.runtime.buckets import GradientSums
+from autovaruna.ranks.buckets import GradientSums
+from autovaruna.ranks.transport.layout import distinct
+from autovaruna.ranks.world import World
 from autovaruna.runtime.remote_parameter import Home, RemoteGradient, RemoteTensor, release, without_overrides
-from autovaruna.runtime.transport.layout import distinct
-from autovaruna.runtime.world import World
 from autovaruna.stage.split import Assignment
 
 

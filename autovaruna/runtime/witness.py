@@ -16,9 +16,9 @@ from autovaruna.evidence.witness import Observed, StageWitness, Terms, UntriedEr
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import warn_once
+from autovaruna.ranks.world import World, gather_on_all
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.program import ModelCall
-from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import StageModule
 

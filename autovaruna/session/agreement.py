@@ -26,8 +26,8 @@ from autovaruna.graph.guards import is_constant
 from autovaruna.graph.key_values import KeptTensor
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.profiler.optimizer_trial import asks_for_closure
-from autovaruna.runtime.exchange import differences
-from autovaruna.runtime.world import World
+from autovaruna.ranks.exchange import differences
+from autovaruna.ranks.world import World
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers

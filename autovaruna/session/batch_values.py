@@ -21,8 +21,8 @@ from autovaruna.graph.operators import Merge
 from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
+from autovaruna.ranks.world import World, gather_on_all
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import SharedCall, Totals
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autovaruna._torch import convert_tensors
 from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.environment import local_rank_in
+from autovaruna.ranks.environment import local_rank_in
 
 logger = logging.getLogger(__name__)
 _FIRST = torch.device("cuda", 0)

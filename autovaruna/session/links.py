@@ -12,11 +12,11 @@ from statistics import median
 import torch
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.buckets import GradientSums
-from autovaruna.runtime.torch_channel import neighbours
-from autovaruna.runtime.transport.base import Pair
-from autovaruna.runtime.transport.layout import Layout
-from autovaruna.runtime.world import World
+from autovaruna.ranks.buckets import GradientSums
+from autovaruna.ranks.torch_channel import neighbours
+from autovaruna.ranks.transport.base import Pair
+from autovaruna.ranks.transport.layout import Layout
+from autovaruna.ranks.world import World
 
 logger = logging.getLogger(__name__)
 LINK_TAG = (1 << 20) - 1

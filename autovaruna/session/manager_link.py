@@ -24,7 +24,7 @@ from autovaruna.errors import CheckpointError, ConfigError
 from autovaruna.interception.ending import has_signal
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 
 logger = logging.getLogger(__name__)
 

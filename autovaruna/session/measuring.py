@@ -41,8 +41,8 @@ from autovaruna.profiler.measure import (
 )
 from autovaruna.profiler.optimizer_cost import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
-from autovaruna.runtime.torch_channel import open_to_measure
-from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.ranks.torch_channel import open_to_measure
+from autovaruna.ranks.world import World, gather_on_all
 from autovaruna.session.agreement import SharedCall
 from autovaruna.session.links import measure_links, measure_sums
 from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory

@@ -12,7 +12,7 @@ from torch import nn
 
 from autovaruna.config.files import system_bytes
 from autovaruna.config.settings import Settings
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20

@@ -18,12 +18,12 @@ from autovaruna.graph.guards import Guards, is_constant
 from autovaruna.interception.gradients import SCALERS
 from autovaruna.interception.modules import DirectCalls
 from autovaruna.interception.optimizer_proxy import OptimizerProxy, parameters_of, watch_steps
+from autovaruna.ranks.environment import is_alone
+from autovaruna.ranks.exchange import differences
+from autovaruna.ranks.world import on_all
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.environment import is_alone
-from autovaruna.runtime.exchange import differences
 from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer, step_over_own_part
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
-from autovaruna.runtime.world import on_all
 from autovaruna.session.agreement import ScriptActions, digest
 from autovaruna.session.device import move_to_own_device
 from autovaruna.session.run import Run

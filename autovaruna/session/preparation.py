@@ -52,10 +52,10 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.planner.table import explain, module_range, plan_table, summary
 from autovaruna.profiler.measure import device_name
+from autovaruna.ranks.world import gather_on_all, on_all, on_first
 from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
-from autovaruna.runtime.world import gather_on_all, on_all, on_first
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.agreement import SharedCall

@@ -23,8 +23,8 @@ from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.trace import one_at_a_time
 from autovaruna.graph.traced import TracedModel, difference, is_same_graph
 from autovaruna.graph.tree import words
+from autovaruna.ranks.world import World
 from autovaruna.runtime.witness import Witness
-from autovaruna.runtime.world import World
 from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 
 from autovaruna.config.files import check_writable
 from autovaruna.elastic.notices import EventLog
-from autovaruna.runtime.world import on_all
+from autovaruna.ranks.world import on_all
 from autovaruna.schedule.simulation import LostTime
 from autovaruna.session.run import Run
 

@@ -12,10 +12,10 @@ from autovaruna.elastic.job_folder import job_place
 from autovaruna.elastic.rank_script import SAVED
 from autovaruna.interception.ending import ERRORS_IN_FEW_LINES, LISTENING, has_signal, signal_names
 from autovaruna.log import configure, show_all_frames
+from autovaruna.ranks.environment import get_world
+from autovaruna.ranks.world import World
 from autovaruna.runtime.clipping import CLIPPING, METRICS
-from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.metrics import Metrics
-from autovaruna.runtime.world import World
 from autovaruna.session.agreement import ScriptActions
 from autovaruna.session.manager_link import ManagerLink
 

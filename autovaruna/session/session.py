@@ -27,14 +27,14 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
+from autovaruna.ranks.exchange import ALIKE, BLOCK
+from autovaruna.ranks.torch_channel import open_channel
+from autovaruna.ranks.world import World, gather_on_all
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.exchange import ALIKE, BLOCK
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.torch_channel import open_channel
 from autovaruna.runtime.weights import register_shared_parameters, register_split
-from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import (
     NORM_WANTED,
     SNAPSHOT_LACKS,
@@ -413,7 +413,8 @@ class Session:
         model.read_state()
         raw, given = self._optimizer.raw, self.copies.given_plan
         preparation = Preparation(traced, shared, model, raw, run, resident_before=resident, given_plan=given)
-        open_channel(settings.channel, preparation.plan, world, model.device)
+        plan = preparation.plan
+        open_channel(settings.channel, set(plan.pairs()), plan.groups(), world, model.device)
         if optimizer is not None:
             self._optimizer.step_over_part(preparation.placement, preparation.device)
         self.copies.preparation = preparation

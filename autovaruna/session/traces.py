@@ -24,10 +24,10 @@ from autovaruna.graph.trial import PartsTrial
 from autovaruna.graph.verify import compare
 from autovaruna.log import TRYING, phase, warn_once
 from autovaruna.profiler.cache import keep_tried, trial_file
+from autovaruna.ranks.exchange import differences
+from autovaruna.ranks.world import World, gather_on_all, on_all
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.exchange import differences
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.agreement import SharedCall
 from autovaruna.session.batch_values import BatchValues
 

@@ -15,8 +15,8 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import cut_point_blocks
 from autovaruna.profiler.records import Cluster
-from autovaruna.runtime.environment import local_rank_in
-from autovaruna.runtime.world import World
+from autovaruna.ranks.environment import local_rank_in
+from autovaruna.ranks.world import World
 
 AUTO = "auto"  # what the launcher passes on in place of a map that is still to be found
 

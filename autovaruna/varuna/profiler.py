@@ -28,8 +28,8 @@ from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_
 from autovaruna.profiler.measure import Key, PartCost, merge, parts_by_key, to_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World, gather_on_all, on_all, on_first
+from autovaruna.ranks.environment import get_world
+from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
 from autovaruna.session.device import find_device
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training

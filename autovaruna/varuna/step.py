@@ -18,7 +18,7 @@ from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.interception.ending import script_handler
-from autovaruna.runtime.world import World, on_all
+from autovaruna.ranks.world import World, on_all
 from autovaruna.session.session import all_in_mode
 
 Inputs = dict[str, Any]

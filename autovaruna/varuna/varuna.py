@@ -18,8 +18,8 @@ from autovaruna._torch import parameter_table, parse_to
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import replicas_of, whole_number
 from autovaruna.errors import CheckpointError, InputError, OrderError
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World
+from autovaruna.ranks.environment import get_world
+from autovaruna.ranks.world import World
 from autovaruna.session.manager_link import report_end
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Grid, StageMap, device_of, local_rank_of, read_map

@@ -20,7 +20,7 @@ from autovaruna import AutoVaruna, CheckpointError
 from autovaruna.checkpoint import folder, save
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.checkpoint.source import choose
-from autovaruna.runtime.environment import single_world
+from autovaruna.ranks.environment import single_world
 from tests.checkpoint.test_damage import trained
 from tests.hosts.emulation import wait_for
 

@@ -20,12 +20,12 @@ from torch import nn
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import save
 from autovaruna.checkpoint.folder import lock
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import trained
 from tests.hosts.emulation import wait_for
 from tests.products import WHOLE
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import adamw
 from tests.session.training import Setup, on_ranks, pipeline
 

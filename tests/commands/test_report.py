@@ -19,9 +19,9 @@ from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.commands.report import RunFolder, advice, page
 from autovaruna.planner.table import seconds
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue.small import Written
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.session.training import QUIET
 
 NUM_STEPS, NUM_MICRO_BATCHES = 17, 4

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.compatibility import language, others, techniques, vision
 from tests.compatibility.script import SCRIPTS, Script, Share, State, Wrap
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.session.training import QUIET, work_shared
 
 RANKS = 2

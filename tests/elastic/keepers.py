@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autovaruna.elastic.link import Link, ping_all
-from autovaruna.runtime.tls import Authority
+from autovaruna.ranks.tls import Authority
 from tests.hosts.emulation import wait_for
 
 AUTHORITY = Authority()

@@ -28,7 +28,7 @@ from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
 from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.tls import Authority, connect
+from autovaruna.ranks.tls import Authority, connect
 from tests.elastic.keepers import AUTHORITY, keeper, settings_of
 from tests.hosts.emulation import wait_for
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from autovaruna import ConfigError, ElasticSampler, InputError
-from autovaruna.runtime.world import World
-from tests.ranks import run_ranks
+from autovaruna.ranks.world import World
+from tests.rank_threads import run_ranks
 
 DATA = TensorDataset(torch.arange(37))
 BATCH = 8

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.errors import AutoVarunaError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.products import some
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import compare, micro_batches, plain_micro_batched
 from tests.session.training import QUIET, Setup, pipeline, refuse, train, train_as_plain
 

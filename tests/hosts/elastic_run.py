@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from autovaruna.elastic.job_folder import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")
 _LOSS = re.compile(r"\[0\] loss (\d+) (\S+)")

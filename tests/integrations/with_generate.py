@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from autovaruna import AutoVaruna, AutoVarunaError
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 from tests.integrations import SETTINGS
 
 WORDS, LENGTH, PADS = 40, 5, [0, 2, 0, 1]

@@ -18,7 +18,7 @@ from torch import nn
 
 import autovaruna
 from autovaruna.interception.installed import ProcessPiece
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 
 PLACE = os.path.join(os.path.dirname(autovaruna.__file__), "")
 IN_A_PROCESS_OF_ITS_OWN = """

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 from tests.collector import look_for_a_moment, spare_collector
 
 if TYPE_CHECKING:

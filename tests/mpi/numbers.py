@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 from tests.catalogue import CASES, DEVICE, Case
 from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
 from tests.reference import OPTIMIZERS, Record

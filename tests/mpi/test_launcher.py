@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from autovaruna.errors import RankError
-from autovaruna.runtime import launcher
+from autovaruna.ranks import launcher
 from tests.mpi.launch import QUIET, find_mpirun, kill_session, read_until
 from tests.mpi.test_failures import is_running
 

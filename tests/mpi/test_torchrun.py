@@ -14,8 +14,8 @@ from subprocess import PIPE, CompletedProcess, Popen
 import pytest
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime import environment
-from autovaruna.runtime.environment import check_slurm, first_host, is_of_torch, num_ranks_in, variables_beside_mpi
+from autovaruna.ranks import environment
+from autovaruna.ranks.environment import check_slurm, first_host, is_of_torch, num_ranks_in, variables_beside_mpi
 from tests.mpi.launch import QUIET, ROOT, mpirun, run_group, warm
 
 MODULE = "tests.mpi.torch_ranks"

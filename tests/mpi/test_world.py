@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from autovaruna.runtime.environment import get_world, num_ranks_in
+from autovaruna.ranks.environment import get_world, num_ranks_in
 from tests.mpi.launch import mpirun, run_on_ranks
 from tests.products import some
-from tests.runtime.world_laws import LAWS
+from tests.ranks.world_laws import LAWS
 
 NUM_RANKS_HERE = num_ranks_in(os.environ)
 HERE = "tests.mpi.world_on_ranks"

@@ -13,9 +13,9 @@ from itertools import permutations
 
 import torch
 
-from autovaruna.runtime.environment import get_world
+from autovaruna.ranks.environment import get_world
 from autovaruna.runtime.mail import Mail, MessageKind, Stream
-from tests.runtime.world_laws import LAWS
+from tests.ranks.world_laws import LAWS
 
 
 def try_laws() -> dict[str, str]:

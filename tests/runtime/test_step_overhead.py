@@ -14,7 +14,7 @@ from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Mail, MessageKind, Stream
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from tests.catalogue import PLAIN
-from tests.ranks import make_worlds
+from tests.rank_threads import make_worlds
 from tests.reference import sgd
 from tests.session.training import Setup, train
 

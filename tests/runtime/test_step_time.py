@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from autovaruna.commands.trace import read_bars
-from autovaruna.runtime.deadlock import RankWatch
-from autovaruna.runtime.world import World
+from autovaruna.ranks.deadlock import RankWatch
+from autovaruna.ranks.world import World
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
 from tests.reference import sgd

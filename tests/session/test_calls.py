@@ -15,10 +15,10 @@ from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import diagonal
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import gradients_of, sgd
 from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, same_gradients
 

@@ -18,11 +18,11 @@ from torch import nn
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
 from autovaruna.graph.trace import trace
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from autovaruna.session import measuring, traces
 from tests.catalogue.small import Written
 from tests.products import some
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.session.training import trace_shared
 
 Lines = Callable[[], list[str]]

@@ -27,15 +27,15 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import measure
 from autovaruna.profiler.bytes import Bytes
 from autovaruna.profiler.measure import Key, Pace, PartCost
-from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
-from autovaruna.runtime.world import World
+from autovaruna.ranks.environment import LOCAL_RANK_VARIABLES
+from autovaruna.ranks.world import World
 from autovaruna.session import measuring, traces
 from autovaruna.session.device import find_device, move_to_own_device, on_own_gpu
 from autovaruna.session.measuring import SpeedWatch, Turn, measure_together, persistent_speeds
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.profiler.models import WIDTH, Mlp
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import sgd
 from tests.session.training import QUIET, descend, on_ranks, pipeline
 

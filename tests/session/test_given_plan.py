@@ -12,10 +12,10 @@ from torch import nn
 
 from autovaruna import AutoVaruna, InputError, OrderError, PlanError, RankError
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from autovaruna.session import measuring
 from tests.catalogue import DEVICE
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, trace_shared
 
 SETUPS = {

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
+from autovaruna.ranks.world import World
 from autovaruna.runtime import metrics as metrics_module
 from autovaruna.runtime.metrics import Metrics, StepSeconds
-from autovaruna.runtime.world import World
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.session.training import QUIET, trace_shared
 
 BATCH, LENGTH, WORDS, WIDTH = 4, 6, 11, 8

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
 from autovaruna.graph.call import describe
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import Record, compare, gradients_of
 from tests.session.training import QUIET, Setup, as_plain, on_ranks, pipeline, refuse
 

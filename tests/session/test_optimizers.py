@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, RankError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue import CASES, Case
 from tests.catalogue.small import WIDTH, Written, hidden
 from tests.products import some
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown, parameters_of
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, gradients_of, plain_steps
 from tests.session.test_precision import Way, same_bits, train_in
 from tests.session.training import QUIET, Setup, as_plain, descend, merge, on_ranks, train_rank, with_state

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError, InputError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from tests.catalogue import CASES, DEVICE, Batch, Case
 from tests.catalogue.small import words
 from tests.products import diagonal
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, part, sgd, weights_of
 from tests.session.training import QUIET, Setup, as_plain, held, merge, on_ranks, pipeline, with_state
 

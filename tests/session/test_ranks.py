@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
 from autovaruna.elastic.rank_script import SAVED
-from autovaruna.runtime.transport.base import TensorTransfer
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
-from autovaruna.runtime.world import World
+from autovaruna.ranks.transport.base import TensorTransfer
+from autovaruna.ranks.transport.threads import Mailboxes, ThreadTransport
+from autovaruna.ranks.world import World
 from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
 from tests.products import some
-from tests.ranks import RankThread, run_ranks
+from tests.rank_threads import RankThread, run_ranks
 from tests.session.training import QUIET, descend, trace_shared
 
 
@@ -278,7 +278,7 @@ def test_ranks_may_wait_for_each_other_after_any_call(seed: int, loss_in_model: 
 
     net = network(loss_in_model)
     expected = run_ranks(3, lambda world: train(world, net, lambda: None, loss_in_model))
-    monkeypatch.setattr("tests.ranks.make_worlds", lazy_worlds)
+    monkeypatch.setattr("tests.rank_threads.make_worlds", lazy_worlds)
     barrier = threading.Barrier(3, timeout=PATIENCE_SECONDS)
     assert run_ranks(3, lambda world: train(world, net, barrier.wait, loss_in_model)) == expected
 

@@ -23,12 +23,12 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.optimizer_trial import Steps, steps_of
+from autovaruna.ranks.world import World
 from autovaruna.runtime import optimizer
-from autovaruna.runtime.world import World
 from autovaruna.session import traces
 from tests.catalogue import DEVICE, Batch, Case, batch_size
 from tests.catalogue.small import labelled
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, compare, copied, gradients_of, part, plain_steps, sgd
 
 Ranks = tuple[tuple[int, ...], ...]

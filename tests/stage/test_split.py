@@ -12,10 +12,10 @@ import pytest
 from autovaruna import AutoVaruna
 from autovaruna.errors import PlanError
 from autovaruna.planner import search
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from autovaruna.stage.module import StageModule
 from tests.catalogue import CASES
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.reference import bit_equal, sgd
 from tests.session.training import QUIET, Setup, merge, pipeline, train, train_rank
 

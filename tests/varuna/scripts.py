@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 from autovaruna.varuna import CutPoint, Varuna
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
 from tests.session.training import work_shared
 
 WORDS, WIDTH, LAYERS = 40, 12, 4

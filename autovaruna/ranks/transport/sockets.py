@@ -39,8 +39,8 @@ from torch.distributed.rendezvous import rendezvous
 from autovaruna.errors import RankError
 from autovaruna.interception.ending import end_now
 from autovaruna.log import write_error
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Arrival, Departure, TensorTransfer
-from autovaruna.runtime.transport.processes import ProcessTransport
+from autovaruna.ranks.transport.base import DONE, SMALL_BYTES, Arrival, Departure, TensorTransfer
+from autovaruna.ranks.transport.processes import ProcessTransport
 
 logger = logging.getLogger(__name__)
 

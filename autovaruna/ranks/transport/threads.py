@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.interception.ending import status_after
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, TensorTransfer, Transport, check_size, show
-from autovaruna.runtime.transport.layout import flat
+from autovaruna.ranks.transport.base import DONE, SMALL_BYTES, TensorTransfer, Transport, check_size, show
+from autovaruna.ranks.transport.layout import flat
 
 Address = tuple[int, int, int, int]
 """Source, destination, channel, tag."""

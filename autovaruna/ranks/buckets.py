@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.transport.base import DONE, Pending
-from autovaruna.runtime.world import Ranks, World
+from autovaruna.ranks.transport.base import DONE, Pending
+from autovaruna.ranks.world import Ranks, World
 
 LARGE_BYTES = 256 << 10
 BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20

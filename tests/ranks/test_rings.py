@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport import rings
-from autovaruna.runtime.transport.base import DONE, Arrival, TensorTransfer
-from autovaruna.runtime.transport.layout import Layout
-from autovaruna.runtime.transport.rings import MAX_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES, RingReceiver, RingSender
-from autovaruna.runtime.world import World
-from tests.ranks import run_ranks
+from autovaruna.ranks.transport import rings
+from autovaruna.ranks.transport.base import DONE, Arrival, TensorTransfer
+from autovaruna.ranks.transport.layout import Layout
+from autovaruna.ranks.transport.rings import MAX_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES, RingReceiver, RingSender
+from autovaruna.ranks.world import World
+from tests.rank_threads import run_ranks
 
 LARGE = Layout((600, 700), (700, 1), torch.float32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autovaruna.runtime.deadlock import DeadlockDetector, Leave, Need, WaitReport
+from autovaruna.ranks.deadlock import DeadlockDetector, Leave, Need, WaitReport
 
 EVENT = ("sent", 0, 0, 7)
 

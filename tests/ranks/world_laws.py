@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import PlanError, RankError
-from autovaruna.runtime.world import World
+from autovaruna.ranks.world import World
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
-from autovaruna.runtime.deadlock import Event, Need, RankWatch
-from autovaruna.runtime.exchange import FAILED, RankExchange
-from autovaruna.runtime.reduction import Group, broadcast_in_tree
-from autovaruna.runtime.transport.base import (
+from autovaruna.ranks.deadlock import Event, Need, RankWatch
+from autovaruna.ranks.exchange import FAILED, RankExchange
+from autovaruna.ranks.reduction import Group, broadcast_in_tree
+from autovaruna.ranks.transport.base import (
     CARRIER_CHANNEL,
     DONE,
     OBJECT_CHANNEL,
@@ -32,8 +32,8 @@ from autovaruna.runtime.transport.base import (
     TensorTransfer,
     Transport,
 )
-from autovaruna.runtime.transport.layout import MAX_PART_BYTES, Layout, check_dense, empty_on_host, split, to_host
-from autovaruna.runtime.transport.values import pack, unpack
+from autovaruna.ranks.transport.layout import MAX_PART_BYTES, Layout, check_dense, empty_on_host, split, to_host
+from autovaruna.ranks.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _SWAP_TAG = (1 << 20) - 2

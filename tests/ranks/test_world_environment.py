@@ -7,8 +7,8 @@ import torch
 
 from autovaruna.interception.ending import status_of
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.environment import count_cores, count_sharing, num_ranks_in, share_threads, single_world
-from autovaruna.runtime.torch_channel import neighbours
+from autovaruna.ranks.environment import count_cores, count_sharing, num_ranks_in, share_threads, single_world
+from autovaruna.ranks.torch_channel import neighbours
 from autovaruna.session import links
 from autovaruna.session.links import measure_sums, sample_of_gradients
 

@@ -20,9 +20,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.deadlock import Event, Need, RankWatch
-from autovaruna.runtime.transport.base import GROUP_CHANNEL, Pending, TensorTransfer, Transport
-from autovaruna.runtime.transport.layout import flat, to_host
+from autovaruna.ranks.deadlock import Event, Need, RankWatch
+from autovaruna.ranks.transport.base import GROUP_CHANNEL, Pending, TensorTransfer, Transport
+from autovaruna.ranks.transport.layout import flat, to_host
 
 SMALL_BYTES = 16 << 10
 PIECE_BYTES = 1 << 20

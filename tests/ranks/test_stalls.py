@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.deadlock import STEPS, Stalls
-from autovaruna.runtime.world import World
-from tests.ranks import run_ranks
+from autovaruna.ranks.deadlock import STEPS, Stalls
+from autovaruna.ranks.world import World
+from tests.rank_threads import run_ranks
 
 
 def stall(world: World, stalled: int, until: threading.Event, limit: float = 0.0) -> None:
@@ -37,7 +37,7 @@ def test_a_long_wait_says_for_whom_and_where_the_others_are(stalled: int, caplog
         until.set()
 
     threading.Thread(target=end_once_said, daemon=True).start()
-    with caplog.at_level(logging.WARNING, "autovaruna.runtime.deadlock"):
+    with caplog.at_level(logging.WARNING, "autovaruna.ranks.deadlock"):
         run_ranks(3, lambda world: stall(world, stalled, until))
     receiver, other = (stalled + 1) % 3, (stalled + 2) % 3
     said = {rank: [text for text in caplog.messages if text.startswith(f"rank {rank} has waited")] for rank in range(3)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.log import error_text, write_error
-from autovaruna.runtime.transport.layout import Layout, split
+from autovaruna.ranks.transport.layout import Layout, split
 
 TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL, HEADER_CHANNEL = CHANNELS = range(4)
 """Messages of each have an order and tags of their own: tensors, objects, sums of groups, headers of a carrier."""

@@ -13,13 +13,12 @@ import logging
 import socket
 import struct
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count, pairwise
-from math import lcm
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,12 +29,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from autovaruna._torch import nccl_options
 from autovaruna.errors import ConfigError, RankError
-from autovaruna.planner.records import Plan
-from autovaruna.runtime.exchange import digest
-from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer
-from autovaruna.runtime.transport.layout import flat
-from autovaruna.runtime.world import Ranks, World, on_all
+from autovaruna.ranks.exchange import digest
+from autovaruna.ranks.reduction import WIDER
+from autovaruna.ranks.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer
+from autovaruna.ranks.transport.layout import flat
+from autovaruna.ranks.world import Ranks, World, on_all
 
 logger = logging.getLogger(__name__)
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
@@ -272,14 +270,15 @@ class TorchChannel:
         torch.cuda.synchronize(self.device)
 
 
-def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
-    """Opens the channel of a plan; `setting` is ``auto``, ``mpi``, ``nccl`` or ``gloo``. Collective.
+def open_channel(setting: str, pairs: Set[Pair], groups: Set[Ranks], world: World, device: torch.device) -> None:
+    """Opens the channel between pairs of ranks, and for sums over groups. Collective.
+
+    `setting` is ``auto``, ``mpi``, ``nccl`` or ``gloo``.
 
     Raises:
         ConfigError: NCCL or gloo is asked for where it cannot be; on every rank.
     """
-    groups = {stage.ranks for stage in plan.stages if len(stage.ranks) > 1}
-    backend = _open_backend(setting, world, device, set(pairs_of(plan)), groups)
+    backend = _open_backend(setting, world, device, pairs, groups)
     if device.type != "cpu" and backend:
         logger.info("tensors go between ranks through %s", backend)
 
@@ -332,18 +331,6 @@ def neighbours(hosts: tuple[str, ...]) -> list[Pair]:
     by_host = sorted(ranks, key=lambda rank: (hosts[rank], rank))
     nexts = [*pairwise(ranks), *pairwise(by_host)]
     return sorted({(min(pair), max(pair)) for pair in nexts})
-
-
-def pairs_of(plan: Plan) -> Iterator[Pair]:
-    """Yields the ranks that a micro-batch takes from one stage to another, both ways."""
-    for source in range(plan.num_stages):
-        for destination in range(source + 1, plan.num_stages):
-            period = lcm(len(plan.stages[source].ranks), len(plan.stages[destination].ranks))
-            for micro_batch in range(min(period, plan.num_micro_batches)):
-                ends = plan.rank_of(source, micro_batch), plan.rank_of(destination, micro_batch)
-                if ends[0] != ends[1]:
-                    yield ends
-                    yield ends[::-1]
 
 
 def own_addresses() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from autovaruna.runtime.tls import Authority, Connection, Credentials, Server, connect
+from autovaruna.ranks.tls import Authority, Connection, Credentials, Server, connect
 from tests.hosts.emulation import wait_for
 
 AUTHORITY = Authority()

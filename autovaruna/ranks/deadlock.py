@@ -27,9 +27,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.exchange import LABEL, Parts, RankExchange, digest, keep_part
-from autovaruna.runtime.transport.base import EAGER_SECONDS, Transport
-from autovaruna.runtime.transport.values import pack, unpack
+from autovaruna.ranks.exchange import LABEL, Parts, RankExchange, digest, keep_part
+from autovaruna.ranks.transport.base import EAGER_SECONDS, Transport
+from autovaruna.ranks.transport.values import pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import torch
 
 from autovaruna.errors import CheckpointError, RankError
 from autovaruna.log import error_text
-from autovaruna.runtime.deadlock import Failure, Need, RankWatch
-from autovaruna.runtime.transport.values import pack, unpack
+from autovaruna.ranks.deadlock import Failure, Need, RankWatch
+from autovaruna.ranks.transport.values import pack, unpack
 
 VALUES = [
     (None, True, 10**30, 1.5, "é", b"x", 1j),

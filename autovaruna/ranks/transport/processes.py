@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.interception.ending import status_after
-from autovaruna.runtime.transport.base import (
+from autovaruna.ranks.transport.base import (
     CHANNELS,
     DONE,
     EAGER_SECONDS,
@@ -23,8 +23,8 @@ from autovaruna.runtime.transport.base import (
     Transport,
     show,
 )
-from autovaruna.runtime.transport.layout import Layout, split
-from autovaruna.runtime.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiver, RingSender, open_rings
+from autovaruna.ranks.transport.layout import Layout, split
+from autovaruna.ranks.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiver, RingSender, open_rings
 
 SECOND_HAND_SECONDS = 0.7
 LATER_RANK_SECONDS, _MOST_LATER = 0.3, 3

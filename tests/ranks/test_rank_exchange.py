@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from autovaruna.runtime.exchange import ALIKE, BLOCK, LABEL, Parts, RankExchange, keep_part
-from autovaruna.runtime.transport.threads import Mailboxes
+from autovaruna.ranks.exchange import ALIKE, BLOCK, LABEL, Parts, RankExchange, keep_part
+from autovaruna.ranks.transport.threads import Mailboxes
 from autovaruna.session.agreement import BatchNumbers
-from tests.ranks import RankThread
+from tests.rank_threads import RankThread
 
 
 class CountedRank(RankThread):

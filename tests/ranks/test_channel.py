@@ -8,13 +8,13 @@ import torch
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.torch_channel import lacking_for_nccl, open_channel, open_to_measure
-from autovaruna.runtime.world import World
+from autovaruna.ranks.torch_channel import lacking_for_nccl, open_channel, open_to_measure
+from autovaruna.ranks.world import World
 from autovaruna.session.links import measure_links, measure_sums
 from tests.catalogue import DEVICE, PLAIN
-from tests.ranks import run_ranks
+from tests.rank_threads import run_ranks
+from tests.ranks.world_laws import LAWS
 from tests.reference import compare, plain_steps, sgd
-from tests.runtime.world_laws import LAWS
 from tests.session.training import Setup, train
 
 CPU = torch.device("cpu")
@@ -31,9 +31,13 @@ def plan_on(*stage_ranks: tuple[int, ...]) -> Plan:
     return Plan(stages, 1 + max(map(max, stage_ranks)), 4, 1.0, "1f1b")
 
 
+def open_for(setting: str, plan: Plan, world: World, device: torch.device) -> None:
+    open_channel(setting, set(plan.pairs()), plan.groups(), world, device)
+
+
 def gloo(world: World) -> World:
     """Connects two ranks both ways."""
-    open_channel("gloo", plan_on((0,), (1,)), world, CPU)
+    open_for("gloo", plan_on((0,), (1,)), world, CPU)
     return world
 
 
@@ -81,7 +85,7 @@ def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
             setattr(carrier, name, lambda *args, act=act, name=name: taken.append(name) or act(*args))
         link, _ = measure_links(world, CPU)
         sums = measure_sums(world, [1 << 20], CPU)
-        open_channel("gloo", plan_on((0, 1), (2,)), world, CPU)  # the same one goes on
+        open_for("gloo", plan_on((0, 1), (2,)), world, CPU)  # the same one goes on
         assert world.carrier is carrier and carrier.sends_to(2 - world.rank // 2)
         return sorted(set(taken)), link, sums
 
@@ -94,7 +98,7 @@ def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
 def test_nccl_is_refused_without_a_gpu_for_each_rank() -> None:
     def choose(world: World) -> list[str]:
         with pytest.raises(ConfigError, match="rank 0 computes on cpu"):
-            open_channel("nccl", plan_on((0,), (1,)), world, CPU)
+            open_for("nccl", plan_on((0,), (1,)), world, CPU)
         return lacking_for_nccl(world, CPU)
 
     assert all(any("cpu" in reason for reason in each) for each in run_ranks(2, choose))
@@ -106,7 +110,7 @@ def test_gloo_is_refused_for_tensors_on_a_gpu() -> None:
     def choose(world: World) -> None:
         device = torch.device("cuda", 0) if world.rank else CPU
         with pytest.raises(ConfigError, match=r"gloo.*rank 1 computes on cuda\. Pass channel='mpi'"):
-            open_channel("gloo", plan_on((0,), (1,)), world, device)
+            open_for("gloo", plan_on((0,), (1,)), world, device)
 
     run_ranks(2, choose)
 

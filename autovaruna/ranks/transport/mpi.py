@@ -16,8 +16,8 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.interception.ending import end_now
-from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, TensorTransfer, check_size
-from autovaruna.runtime.transport.processes import ProcessTransport
+from autovaruna.ranks.transport.base import CHANNELS, DONE, SMALL_BYTES, TensorTransfer, check_size
+from autovaruna.ranks.transport.processes import ProcessTransport
 
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402

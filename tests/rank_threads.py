@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from autovaruna.runtime.deadlock import Failure
-from autovaruna.runtime.environment import of_this_thread
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
-from autovaruna.runtime.transport.values import pack
-from autovaruna.runtime.world import World, describe
+from autovaruna.ranks.deadlock import Failure
+from autovaruna.ranks.environment import of_this_thread
+from autovaruna.ranks.transport.threads import Mailboxes, ThreadTransport
+from autovaruna.ranks.transport.values import pack
+from autovaruna.ranks.world import World, describe
 
 Result = TypeVar("Result")
 

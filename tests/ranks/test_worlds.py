@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.environment import single_world
-from autovaruna.runtime.exchange import differences
-from autovaruna.runtime.world import World
-from tests.ranks import run_ranks
-from tests.runtime.world_laws import LAWS
+from autovaruna.ranks.environment import single_world
+from autovaruna.ranks.exchange import differences
+from autovaruna.ranks.world import World
+from tests.rank_threads import run_ranks
+from tests.ranks.world_laws import LAWS
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -27,7 +27,7 @@ def test_law(law: str, num_ranks: int) -> None:
 
 def test_no_mpi_without_mpirun() -> None:
     script = (
-        "import sys; from autovaruna.runtime.environment import get_world; "
+        "import sys; from autovaruna.ranks.environment import get_world; "
         "assert get_world().num_ranks == 1; assert get_world() is get_world(); assert 'mpi4py' not in sys.modules"
     )
     variables = {"PATH": "", "OMP_NUM_THREADS": "1"}

@@ -29,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autovaruna.runtime.transport.base import Arrival, Departure, Pair, Swap, TensorTransfer, check_size
-from autovaruna.runtime.transport.layout import Layout
+from autovaruna.ranks.transport.base import Arrival, Departure, Pair, Swap, TensorTransfer, check_size
+from autovaruna.ranks.transport.layout import Layout
 
 NUMBER_BYTES = 8
 HEADER_BYTES = 64

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 
-from autovaruna.runtime.transport.base import TensorTransfer, Transport
+from autovaruna.ranks.transport.base import TensorTransfer, Transport
 
 LABEL, ALIKE, BLOCK, _FLAGS = 0, 2, 4, 6
 """Where a record has the digest of each, with its complement behind it."""
