@@ -186,6 +186,7 @@ class Guards:
         self._device = next((each.device for each in model.parameters()), None)
         self._set: dict[str, Any] = {}
         self._new: set[str] = set()
+        self.filled: set[str] = set()  # in which hooks, on this rank, keep what they see
         self._latest: tuple[Any, ...] = ()
         self._latest_words = ""
         self._learn()
@@ -206,21 +207,32 @@ class Guards:
         """Returns what is equal on this rank while nothing guarded changes in the model; records nothing."""
         return self._read(), self._flags()
 
-    def start(self) -> None:
-        """Records everything as it is now: the model has been traced, for the first time or once more."""
+    def start(self, kept: Collection[int] = ()) -> None:
+        """Records everything as it is now: the model has been traced, for the first time or once more.
+
+        `kept` are the identities of the containers that hooks write into.
+        """
         self._new.clear()
         self._look_outside()
-        self._learn()
+        self._learn_filled(kept)
         if not self._is_started:
             self._is_started = True
             self._set = {}
             self._first, self._first_kinds = dict(self._last), self._kinds
 
-    def settle(self) -> None:
+    def settle(self, kept: Collection[int] = ()) -> None:
         """Records attributes and parameters as they are now: a call of the library's own has ended."""
         if self._read() != self._values or self._ids() != self._settled:
-            self._learn()
+            self._learn_filled(kept)
             self._slots, self._settled = self._slots_now(), self._ids()
+
+    def _learn_filled(self, kept: Collection[int]) -> None:
+        """Learns all anew; a container that has changed meanwhile is where a hook on this rank keeps its notes."""
+        before = self._last
+        self._learn()
+        for full, place, name in self._containers:
+            if id(place.get(name)) in kept and self._last[full] != before.get(full):
+                self.filled.add(full)
 
     def replaced(self) -> list[str]:
         """Returns the names of parameters that are other tensors than when `settle` was called; call `words` before."""
@@ -309,7 +321,8 @@ class Guards:
         hooks = [(path, kind, vars(module).get(kind, {})) for path, module in named for kind in HOOKS]
         hooks += [("torch.nn.Module", kind, table) for kind, table in zip(HOOKS, GLOBAL_HOOKS, strict=True)]
         for path, kind, table in hooks:
-            self._last[full_name(path, kind)] = [*map(self._number_of, table.values())]
+            counted = [each for each in table.values() if not _is_own(each)]
+            self._last[full_name(path, kind)] = [*map(self._number_of, counted)]
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
 
@@ -350,7 +363,7 @@ class Guards:
 
         The numbers of these are not fixed in a trace.
         """
-        if type(module).__module__.partition(".")[0] == "autovaruna":
+        if _is_own(type(module)):
             return
         inner.add(id(vars(module)))
         place = OutsidePlace(full_name(path, ""), vars(module))
@@ -416,6 +429,11 @@ class Guards:
             for path, module in self._model.named_modules()
             for name, tensor in parameter_table(module).items()
         }
+
+
+def _is_own(code: Any) -> bool:
+    """Whether a function or class is the library's own."""
+    return str(getattr(code, "__module__", "")).startswith("autovaruna.")
 
 
 def _put(held: Any, name: str, value: Any) -> None:
