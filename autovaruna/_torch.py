@@ -124,6 +124,7 @@ try:
     FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # tables of a module's hooks
     BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
     HOOKS = ("_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS)
+    GLOBAL_HOOKS: Any = tuple(getattr(torch.nn.modules.module, f"_global{kind}") for kind in HOOKS)  # of all modules
     FLAT_WEIGHTS = "_flat_weights"  # the list of its weights that a recurrent module keeps
     VALIDATES = "_validate_args"  # whether a distribution checks its parameters
     NormBase = torch.nn.modules.batchnorm._NormBase

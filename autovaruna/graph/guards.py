@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import (
+    GLOBAL_HOOKS,
     HOOKS,
     DisableTorchFunctionSubclass,
     buffer_table,
@@ -100,12 +101,15 @@ def entries(
 ) -> Iterator[tuple[str, Any]]:
     """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words.
 
-    `with_code`, also functions and classes, and containers of many entries as one; `seen` are those that were met.
+    `with_code`, also functions, classes and modules, and containers of many entries as one; `seen` are those that were
+    met.
     """
     seen = set() if seen is None else seen
     is_code = with_code and callable(value) and not isinstance(value, nn.Module)
     if is_code or is_constant(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
         yield path, value
+    elif isinstance(value, nn.Module):
+        yield from [(path, value)] * with_code
     elif is_array(type(value)):
         yield path, words(value)
     elif depth and isinstance(value, CONTAINERS) and id(value) not in seen:
@@ -182,6 +186,7 @@ class Guards:
         self._device = next((each.device for each in model.parameters()), None)
         self._set: dict[str, Any] = {}
         self._new: set[str] = set()
+        self.filled: set[str] = set()  # in which hooks, on this rank, keep what they see
         self._latest: tuple[Any, ...] = ()
         self._latest_words = ""
         self._learn()
@@ -202,21 +207,32 @@ class Guards:
         """Returns what is equal on this rank while nothing guarded changes in the model; records nothing."""
         return self._read(), self._flags()
 
-    def start(self) -> None:
-        """Records everything as it is now: the model has been traced, for the first time or once more."""
+    def start(self, kept: Collection[int] = ()) -> None:
+        """Records everything as it is now: the model has been traced, for the first time or once more.
+
+        `kept` are the identities of the containers that hooks write into.
+        """
         self._new.clear()
         self._look_outside()
-        self._learn()
+        self._learn_filled(kept)
         if not self._is_started:
             self._is_started = True
             self._set = {}
             self._first, self._first_kinds = dict(self._last), self._kinds
 
-    def settle(self) -> None:
+    def settle(self, kept: Collection[int] = ()) -> None:
         """Records attributes and parameters as they are now: a call of the library's own has ended."""
         if self._read() != self._values or self._ids() != self._settled:
-            self._learn()
+            self._learn_filled(kept)
             self._slots, self._settled = self._slots_now(), self._ids()
+
+    def _learn_filled(self, kept: Collection[int]) -> None:
+        """Learns all anew; a container that has changed meanwhile is where a hook on this rank keeps its notes."""
+        before = self._last
+        self._learn()
+        for full, place, name in self._containers:
+            if id(place.get(name)) in kept and self._last[full] != before.get(full):
+                self.filled.add(full)
 
     def replaced(self) -> list[str]:
         """Returns the names of parameters that are other tensors than when `settle` was called; call `words` before."""
@@ -285,7 +301,7 @@ class Guards:
         named = list(self._model.named_modules())
         self._modules = [module for _, module in named]
         own = [vars(module) for module in self._modules]
-        self._hooks = [place[kind] for place in own for kind in HOOKS if kind in place]
+        self._hooks = [place[kind] for place in own for kind in HOOKS if kind in place] + [*GLOBAL_HOOKS]
         self._tables = [parameter_table(each) for each in self._modules]
         self._holders = [module_table(each) for each in self._modules]
         self._buffers = [buffer_table(each) for each in self._modules]
@@ -302,9 +318,11 @@ class Guards:
         self._last: dict[str, Any] = {}
         for place in chain(places, [each for each in self._outside if id(each.held) not in inner]):
             self._add(place, inner)
-        for path, module in named:
-            for kind in HOOKS:
-                self._last[full_name(path, kind)] = [*map(self._number_of, vars(module).get(kind, {}).values())]
+        hooks = [(path, kind, vars(module).get(kind, {})) for path, module in named for kind in HOOKS]
+        hooks += [("torch.nn.Module", kind, table) for kind, table in zip(HOOKS, GLOBAL_HOOKS, strict=True)]
+        for path, kind, table in hooks:
+            counted = [each for each in table.values() if not _is_own(each)]
+            self._last[full_name(path, kind)] = [*map(self._number_of, counted)]
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
 
@@ -333,10 +351,31 @@ class Guards:
             if id(getattr(value, "__dict__", None)) not in inner:
                 self._last[full] = self._count(full, value)
         for path, each in found:
+            if isinstance(each, nn.Module) and id(vars(each)) not in inner:
+                self._add_hidden(path, each, inner)
             if type(each) is Tensor and path + NUMBERS not in self._ignored and not each.is_inference():
                 self._tensors.append(each)
                 self._last[path + NUMBERS] = self._count(path + NUMBERS, each, _writes_of(each))
                 self._where |= {path + NUMBERS: (each, "")} if each.device == self._device else {}
+
+    def _add_hidden(self, path: str, module: nn.Module, inner: set[int]) -> None:
+        """Adds a module that is none of the model's: its mode, its attributes, and which parameters it has.
+
+        The numbers of these are not fixed in a trace.
+        """
+        if _is_own(type(module)):
+            return
+        inner.add(id(vars(module)))
+        place = OutsidePlace(full_name(path, ""), vars(module))
+        place.names = place.held.keys() - OF_MODULES | {"training"}
+        self._add(place, inner)
+        for table in (module_table(module), parameter_table(module), buffer_table(module)):
+            for name, each in table.items():
+                full = full_name(path, name)
+                self._objects.append((table, name))
+                self._last[full] = self._count(full, each)
+                if isinstance(each, nn.Module) and id(vars(each)) not in inner:
+                    self._add_hidden(full, each, inner)
 
     def _count(self, name: str, value: Any, version: Any = 0) -> Any:
         """Returns a value that is equal on every rank: how often an object was replaced, or written into."""
@@ -390,6 +429,11 @@ class Guards:
             for path, module in self._model.named_modules()
             for name, tensor in parameter_table(module).items()
         }
+
+
+def _is_own(code: Any) -> bool:
+    """Whether a function or class is the library's own."""
+    return str(getattr(code, "__module__", "")).startswith("autovaruna.")
 
 
 def _put(held: Any, name: str, value: Any) -> None:

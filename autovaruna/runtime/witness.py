@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -14,6 +15,7 @@ from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.clock import Clock
 from autovaruna.evidence.witness import Observed, StageWitness, Terms, UntriedError
 from autovaruna.graph.random import RandomStream
+from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import warn_once
 from autovaruna.ranks.world import World, gather_on_all
@@ -135,7 +137,9 @@ class Observation:
         Raises:
             TraceError, InputError: they do not.
         """
-        self._witness.look(self._call.program.traced, self._step, self._compare)
+        traced, model = self._call.program.traced, self._witness.model
+        with restored_attributes(model) if traced.runs_own_code else nullcontext():  # hooks may keep lists
+            self._witness.look(traced, self._step, self._compare)
 
     def _compare(self) -> str:
         """Returns why a stage was not tried."""

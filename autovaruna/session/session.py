@@ -20,6 +20,7 @@ from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, InputError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
+from autovaruna.graph.export.watchers import kept_by_hooks
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
 from autovaruna.graph.side_effects import apply_changes
@@ -191,10 +192,11 @@ class Session:
             self._batch_values.pop(key, None)
             if self._recheck is not None:
                 self._recheck.kinds.pop(key, None)
+        kept = kept_by_hooks(model.module)[1] if traced.watched else {}
         if is_new:
-            self._record_trace(traced)
-        if is_new or traced.runs_own_code:  # both may set attributes
-            model.guards.settle()
+            self._record_trace(traced, kept)
+        if is_new or kept or traced.runs_own_code:  # all may set attributes
+            model.guards.settle(kept)
         return returned
 
     def _at_border(self) -> None:
@@ -315,24 +317,29 @@ class Session:
         world, guards, traces = self._run.world, self._model.guards, self.traces
         if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
-        names = set().union(*world.gather_objects(guards.doubtful(), "comparing changed attributes"))
+        found = world.gather_objects((guards.doubtful(), guards.filled), "comparing changed attributes")
+        filled = set().union(*(each for _, each in found))
+        names = set().union(*(each for each, _ in found)) - filled
+        guards.filled = set()
+        if filled:
+            guards.record_trial((), filled, ())
         if not names:
-            return False
+            return bool(filled)
         trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
         unread = set.intersection(*(unread for unread, _ in trials))
         guards.record_trial(names, unread, set().union(*(read for _, read in trials)))
         if unread and world.rank == 0:
             text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
             logger.info(text, ", ".join(sorted(unread)))
-        return bool(unread)
+        return bool(unread or filled)
 
-    def _record_trace(self, traced: TracedModel) -> None:
+    def _record_trace(self, traced: TracedModel, kept: Collection[int] = ()) -> None:
         """Takes the state of the model as that of a new trace."""
         if self._recheck is not None:
             self._recheck.record(traced)
         if counted := {full_name(each.path, each.name) for each in traced.changes}:
             self._model.guards.record_trial((), counted, ())
-        self._model.guards.start()
+        self._model.guards.start(kept)
 
     def _recheck_trace(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.guards import Guards
@@ -42,6 +43,7 @@ CONFIG.TEMP = 1.0  # type: ignore[attr-defined]
 sys.modules["own_config"] = CONFIG
 COUNTED, REMEMBERED = SimpleNamespace(calls=0), dict[int, Tensor]()
 STEPS = ("a number", "a class", "another tensor", "a namespace", "a function in a dict", "a tensor in place")
+STEPS += ("the mode of one", "a module in a list")
 
 
 class Kind(enum.Enum):
@@ -70,6 +72,20 @@ class OfMeta(metaclass=Meta):
 
 BRANCH, SLOTTED, SCHEDULE = Kind.ONE, Slotted(), Schedule()
 HELD, LISTED, DEEP = Slotted(), Schedule(), SimpleNamespace(temp=1.0)
+
+
+class Teacher(nn.Module):
+    """Is no module of a model, but in a list; does something else in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = nn.ModuleList([nn.Dropout(0.0), nn.BatchNorm1d(4)])
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.rates[0](h) * 2 if self.training else h.tanh() * (self.rates[1].bias is None)
+
+
+TEACHERS: list[Any] = [Teacher()]
 
 
 class Base(nn.Module):
@@ -165,6 +181,10 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "slots of a module": (lambda self, h: h * self.held.temp, lambda: setattr(HELD, "temp", 2.0)),
     "an object in a list of a module": (lambda self, h: h * self.listed[0].value(), lambda: setattr(LISTED, "step", 1)),
     "an object far inside": (lambda self, h: h * self.deep.a.b.temp, lambda: setattr(DEEP, "temp", 2.0)),
+    "a module in a list": (lambda self, h: TEACHERS[0](h), lambda: TEACHERS.__setitem__(0, nn.Sigmoid())),
+    "the mode of one": (lambda self, h: TEACHERS[0](h), lambda: TEACHERS[0].eval()),
+    "a number of one": (lambda self, h: TEACHERS[0](h), lambda: setattr(TEACHERS[0].rates[0], "p", 0.1)),
+    "a weight of one": (lambda self, h: TEACHERS[0](h), lambda: setattr(TEACHERS[0].rates[1], "bias", None)),
     "the environment": (lambda self, h: h * float(os.getenv("OWN", "1")), lambda: os.environ.update(OWN="2")),
     "by its name": (lambda self, h: h * globals()["WEIGHT"], lambda: setattr(HERE, "WEIGHT", 2.0)),
 }
@@ -186,6 +206,7 @@ def begin() -> None:
     TABLE.update(deep={"t": 1.0}, act=torch.relu)
     LIST[0] = MANY[7] = DEEPER["a"][0]["b"][0]["c"] = 1.0
     WRITTEN.fill_(1.0)
+    TEACHERS[0] = Teacher()
     SLOPE.keywords.update(negative_slope=0.1)
     os.environ.pop("OWN", None)
 
@@ -210,6 +231,16 @@ def test_another_value_asks_for_another_trace(name: str) -> None:
     """Once, the first value held for ever, without a word."""
     begin()
     notices(*CASES[name])
+
+
+def test_a_hook_of_all_modules_asks_for_another_trace() -> None:
+    """And its removal for the first one."""
+    begin()
+    guards = started(Net(torch.abs))
+    first = guards.words()
+    with register_module_forward_hook(lambda module, given, out: out * 2):
+        assert guards.words() != first
+    assert guards.words() == first
 
 
 def many(self: Any, h: Tensor) -> Tensor:

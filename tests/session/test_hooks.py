@@ -95,6 +95,22 @@ def test_a_hook_may_come_and_go_and_hold_what_cannot_be_copied() -> None:
     assert [sum(each) for each in zip(*found, strict=True)] == [0, 8, 8]
 
 
+def test_a_list_that_a_hook_fills_is_no_value_of_the_trace() -> None:
+    """Once, the ranks' calls did not fit together: only the last stage's rank had more in its list."""
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[int]:
+        notes, counts = list[float](), []
+        model.module[4].register_forward_hook(lambda module, args, output: notes.append(output.mean().item()))
+        for _ in range(3):
+            model(X[:4]).square().mean().backward()
+            counts.append(len(notes))
+            notes.clear()
+        assert model.num_traces == 1
+        return counts
+
+    assert on_ranks(SETUPS["two"], layers(), run) == [[0] * 3, [4] * 3]
+
+
 def test_a_result_that_is_changed_in_place_is_refused() -> None:
     """The hook would see it as it is after that."""
 

@@ -130,13 +130,19 @@ def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
     )
 
 
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what the hooks of a script keep in lists, dicts and attributes when the context ends."""
+def kept_by_hooks(model: nn.Module) -> tuple[list[Any], dict[int, Any]]:
+    """Returns the forward hooks of a script, and the containers that they may write into, by identity."""
     places: dict[int, Any] = {}
     hooks = [hook for hooks in script_hooks(model).values() for hook in hooks]
     for value in chain.from_iterable(map(_held_by, hooks)):
         _collect(value, places)
+    return hooks, places
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back what the hooks of a script keep in lists, dicts and attributes when the context ends."""
+    hooks, places = kept_by_hooks(model)
     functions = [getattr(hook, "__func__", hook) for hook in hooks]
     cells = [(cell, cell.cell_contents) for each in functions for cell in getattr(each, "__closure__", None) or ()]
     try:
