@@ -27,8 +27,8 @@ _MOST_KNOWN = 64
 
 def is_own_method(model: nn.Module, value: object, name: str) -> bool:
     """Whether an attribute is a method that the model's own class adds to those of every module."""
-    is_public = not (name.startswith("_") or hasattr(nn.Module, name))
-    return is_public and isinstance(value, MethodType) and value.__self__ is model
+    is_own = not (name.startswith("__") or hasattr(nn.Module, name))
+    return is_own and isinstance(value, MethodType) and value.__self__ is model
 
 
 @contextmanager

@@ -95,6 +95,7 @@ LOSSES: dict[str, Loss] = {
         F.cross_entropy(s[:, 0], y[:, 0]) + 0.5 * F.cross_entropy(s[:, 1], y[:, 1]) + s.square().mean()
     ),
     "masked": lambda m, s, y, mask: (s.square().sum(-1) * mask).sum() / mask.sum().clamp(min=1),
+    "cast": lambda m, s, y, mask: (s.square().sum(-1) * mask).sum() / (mask > 0).type_as(s).sum().clamp(min=1),
     "unseen": unseen,
     "picked": lambda m, s, y, mask: F.mse_loss(s[mask > 0], s.detach()[mask > 0] + 1.0) + s[mask > 0].square().mean(),
     "relative": lambda m, s, y, mask: torch.where(mask.any(), s.sum(-1) / mask.sum(1).max(), s.sum(-1)).mean(),

@@ -53,6 +53,9 @@ class Agent(nn.Module):
         hidden = torch.tanh(self.body(x))
         return self.actor(hidden), scale * self.critic(hidden)
 
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x), y)
+
     def act(self, x: Tensor, action: Tensor | None = None) -> tuple[Tensor, ...]:
         logits, values = self.evaluate(x)
         choices = Categorical(logits=logits)
@@ -94,6 +97,7 @@ def by_acting(model: Any, x: Tensor, y: Tensor) -> Tensor:
 METHODS: dict[str, Callable[..., Tensor]] = {
     "method": by_method,
     "acting": by_acting,
+    "private": lambda model, x, y: model._loss(x, y),
     "both": lambda model, x, y: F.cross_entropy(model(x), y) + model.evaluate(x)[1].square().mean(),
     "itself": lambda model, x, y: model.learn(model.roll(x, 3), y),
 }

@@ -79,7 +79,11 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
 
 
 def drop_idle(module: fx.GraphModule) -> None:
-    """Replaces each operation that returns its argument by that."""
+    """Replaces each operation that returns its argument by that; a cast to another one's dtype needs no other one."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.type_as.default):
+        source, result = node.args[0].meta["val"], node.meta["val"]
+        if source.device == result.device:
+            node.target, node.args = aten.to.dtype, (node.args[0], result.dtype)
     for operation, is_idle in _IDLE.items():
         for node in module.graph.find_nodes(op="call_function", target=operation):
             if is_idle(*node.args, **node.kwargs):
