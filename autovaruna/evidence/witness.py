@@ -40,6 +40,8 @@ _MOST_TOLERANCE = 0.03
 _SMALL, _SMALL_IN_LOW_PRECISION = 0.01, 0.3
 """A gradient that is less than this share of the largest is compared with that share: its terms may cancel out."""
 _MOST_SCALED = 3
+_MOST_NUMBERS = 1 << 17
+"""How many numbers of a weight's gradient are compared, or somewhat more."""
 _FLIPS, _FLIP_STEPS, _LEAST_FLIP = 32, 4.0, 1e-5
 """How often, and by how many roundings, or how much, a choice is shaken to see whether it is one of rounding."""
 
@@ -252,7 +254,7 @@ class _ComparedSamples:
         self._known: dict[Any, Any] = {}
         samples = range(size)
         self._cut = samples[:first], samples[first:]
-        self._scaled = frozenset[str]()  # numbers that are sums over the samples of the micro-batch
+        self._scaled = frozenset[str]()  # what is another for a part, where it goes between stages
         self._has_gradients = not terms.is_free
         self._allowed = min(CLEAR * tolerance(self._traced), _MOST_TOLERANCE)
         self._small = _SMALL if self._allowed < _MOST_TOLERANCE else _SMALL_IN_LOW_PRECISION
@@ -311,12 +313,18 @@ class _ComparedSamples:
         return runs
 
     def _ways_to_scale(self) -> Iterator[frozenset[str]]:
-        """Yields which of the numbers that came from other stages are sums over the micro-batch: none, first."""
-        numbers = [
-            name
-            for name, each in self._observed.tensors.items()
-            if name not in self._traced.inputs and self._of.dimension(name) is None and each.is_floating_point()
+        """Yields what is another for a part, where it goes between stages: nothing, first.
+
+        Numbers that come may be sums over the micro-batch; rows that come or go, shares in what is of the whole batch.
+        """
+        of = self._of
+        coming = {name for name in self._observed.tensors if name not in self._traced.inputs}
+        numbers = [name for name in sorted(coming) if of.dimension(name) is None]
+        rows = [
+            name for name in sorted(coming | (of._outputs.keys() - of._specs.keys())) if of.dimension(name) is not None
         ]
+        scalable = [*numbers, *filter(of.follows_from_batch, rows)]
+        numbers = [name for name in scalable if self._traced.nodes[name].meta["val"].is_floating_point()]
         for count in range(min(len(numbers), _MOST_SCALED) + 1):
             yield from map(frozenset, combinations(numbers, count))
 
@@ -356,7 +364,8 @@ class _ComparedSamples:
             value = self._rows(name, tensor.detach(), observed.size, samples).clone()
             if name in self._terms.wanted and is_differentiable(value):
                 run.sources[_Source(name, False)] = value.requires_grad_()
-            received[name] = value * share if name in self._scaled else value[...]
+            factor = share if self._of.dimension(name) is None else 1 / share
+            received[name] = value * factor if name in self._scaled else value[...]
 
         def value_of(node: fx.Node) -> Any:
             if node in state:
@@ -376,7 +385,10 @@ class _ComparedSamples:
             runs = partial(self._recorded, run, runs)
         with around or nullcontext():
             returned = evaluate(of._nodes, value_of, runs, frozenset(of._outputs.values()))
-        run.returned = {name: returned[node] for name, node in of._outputs.items()}
+        run.returned = {
+            name: returned[node] * share if name in self._scaled else returned[node]
+            for name, node in of._outputs.items()
+        }
         run.state = {name: state[node] for node, name in of._nodes_of_state.items() if name in traced.steady_state}
         return run
 
@@ -490,7 +502,7 @@ class _ComparedSamples:
             if noted:
                 with suppress(RuntimeError):  # one may have been changed in place
                     run.of_values = _gradients(roots, noted)
-            run.gradients = _gradients(roots, run.sources)
+            run.gradients = _gradients_of_leaves(roots, run.sources)
 
     def _root(self, name: str, gradient: Tensor, run: _Pass, whole: _Pass, parts: Sequence[_Pass]) -> Tensor:
         """Returns the gradient of a result of some samples, from that of the micro-batch."""
@@ -658,6 +670,34 @@ def _gradients(roots: Sequence[tuple[Tensor, Tensor]], values: Mapping[Any, Tens
     given = [each for each, _ in roots], list(values.values()), [each for _, each in roots]
     found = torch.autograd.grad(*given, retain_graph=True, allow_unused=True) if values else ()
     return {key: each for key, each in zip(values, found, strict=True) if each is not None}
+
+
+def _gradients_of_leaves(
+    roots: Sequence[tuple[Tensor, Tensor]], leaves: Mapping[_Source, Tensor]
+) -> dict[_Source, Tensor]:
+    """Returns the gradients of what a stage has received, and numbers out of those of its weights, one after the other.
+
+    So the gradients of all weights are never there together.
+    """
+    found = dict[_Source, Tensor]()
+
+    def take(source: _Source, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        found[source] = _numbers_out_of(gradient) if source.is_weight else gradient
+
+    for source, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(partial(take, source))
+    if leaves:
+        given = [each for each, _ in roots], [each for _, each in roots]
+        torch.autograd.backward(*given, inputs=list(leaves.values()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _numbers_out_of(gradient: Tensor) -> Tensor:
+    """Returns some of the numbers of a large gradient; of a small one all."""
+    step = gradient.numel() // _MOST_NUMBERS | 1  # an odd one comes by all columns
+    return gradient if step == 1 else gradient.reshape(-1)[::step].clone()
 
 
 def _is_tensor(value: Any) -> bool:
