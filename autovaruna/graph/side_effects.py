@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dis
 import logging
 import random
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy
@@ -177,6 +179,41 @@ class NumberChange(NamedTuple):
     added: tuple[float, ...] = ()
 
 
+def constants_set(held: Iterable[tuple[str, nn.Module, Mapping[str, Any]]]) -> list[NumberChange]:
+    """Returns the lists, tuples, numbers and texts that modules with a path hold now, and not before.
+
+    Left out is what has numbers out of a batch, and what a method of the model reads: what a script would not set.
+    """
+    kinds = {kind for _, module, _ in held for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")}
+    loaded = set().union(*(_loaded_in(each.__code__) for kind in kinds for each in _functions_of(kind)))
+    return [
+        NumberChange(path, name, value)
+        for path, module, before in held
+        for name, value in vars(module).items()
+        if before.get(name) is not value and name not in loaded | OF_MODULES and _holds_constants(value)
+    ]
+
+
+def _holds_constants(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_holds_constants, value))
+    return is_constant(value) and value is not None
+
+
+def _functions_of(kind: type) -> Iterator[FunctionType]:
+    for value in vars(kind).values():
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def _loaded_in(code: CodeType) -> set[str]:
+    """Returns the names of attributes that code may read: those that it does more than set, and its texts."""
+    found = {str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    found |= {each for each in code.co_consts if isinstance(each, str)}
+    return found.union(*(_loaded_in(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
 class _Tally(Unusable):
     """Stands for a number of a module that may be added to, and not read."""
 
@@ -247,6 +284,17 @@ def apply_changes(model: nn.Module, changes: Iterable[NumberChange]) -> None:
     for path, name, value, added in changes:
         held = vars(model.get_submodule(path))
         held[name] = sum(added, start=held[name]) if value is None else value
+
+
+def put_constants(
+    model: nn.Module, sets: Iterable[NumberChange], earlier: Iterable[tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Sets attributes as a forward would have, takes away those of `earlier` that it does not set; returns its own."""
+    own = {(each.path, each.name) for each in sets}
+    for path, name in {*earlier} - own:
+        vars(model.get_submodule(path)).pop(name, None)
+    apply_changes(model, sets)
+    return own
 
 
 def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:

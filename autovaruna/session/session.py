@@ -23,7 +23,7 @@ from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.export.watchers import kept_by_hooks
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
-from autovaruna.graph.side_effects import apply_changes
+from autovaruna.graph.side_effects import apply_changes, put_constants
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
@@ -116,6 +116,7 @@ class Session:
         self._plain = PlainCalls(model.module, run)
         self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
+        self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
 
     @property
     def preparation(self) -> Preparation:
@@ -185,6 +186,7 @@ class Session:
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
         returned = engine.run(traced, shared.tensors, shared.number, batch, values, lengths)
         apply_changes(model.module, traced.changes)
+        sets, self._sets = self._sets, put_constants(model.module, traced.sets, self._sets)
         if shared.call.tree.has_caches:
             fill_given((args, kwargs), returned)
         for key in self.traces.forget_oldest():
@@ -195,7 +197,7 @@ class Session:
         kept = kept_by_hooks(model.module)[1] if traced.watched else {}
         if is_new:
             self._record_trace(traced, kept)
-        if is_new or kept or traced.runs_own_code:  # all may set attributes
+        if is_new or kept or sets or traced.sets or traced.runs_own_code:  # all may set attributes
             model.guards.settle(kept)
         return returned
 

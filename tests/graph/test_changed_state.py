@@ -472,3 +472,24 @@ def test_a_count_of_calls_that_forward_goes_by_is_refused() -> None:
     model = tabled(counting)
     refuse(model, r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length", VALUES)
     assert model.length == 0
+
+
+class Sized(nn.Module):
+    """Leaves sizes, of which none is of the batch, for a loss in the script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes, self.num_samples = [x.shape[1:], (x.shape[2], "wide")], x.shape[0]
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_sizes_that_forward_leaves_for_the_script_are_there_after_the_call() -> None:
+    """Once, they were missing; where a trace serves other lengths, they still are, as a number of the batch is."""
+    model = AutoVaruna(Sized(), num_micro_batches=2, **QUIET)
+    for length in (3, 3, 5, 7, 3):
+        model(torch.randn(4, length, 4)).sum().backward()
+        assert getattr(model, "sizes", None) == ([torch.Size([3, 4]), (4, "wide")] if length == 3 else None)
+    assert not hasattr(model, "num_samples") and model.num_traces == 2

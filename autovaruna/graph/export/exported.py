@@ -40,6 +40,7 @@ class Exported:
         is_dynamic: whether the batch size is a symbol in the graph.
         left: where forward leaves tensors beside what it returns.
         changes: what it does to numbers of modules, none of which it reads.
+        sets: constants that it sets as attributes of modules, none of which any method of the model reads.
         greatest: the batch size up to which the graph holds; None: it holds for all.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
@@ -54,6 +55,7 @@ class Exported:
     markers: tuple[Marker, ...] = ()
     left: tuple[str, ...] = ()
     changes: tuple[NumberChange, ...] = ()
+    sets: tuple[NumberChange, ...] = ()
     greatest: int | None = None
     asks_for_one: str = ""
     watched: tuple[WatchedCall, ...] = ()

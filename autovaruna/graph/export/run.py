@@ -50,6 +50,7 @@ from autovaruna.graph.export.exported import (
 )
 from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed, padded_encoders
 from autovaruna.graph.export.watchers import pop_watched, restart
+from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.opaque.functions import kept_functions
@@ -62,6 +63,7 @@ from autovaruna.graph.side_effects import (
     NumberChange,
     StateError,
     check_state,
+    constants_set,
     hidden_state,
     left_tensors,
     numbers_in,
@@ -210,6 +212,7 @@ class FlatCall(nn.Module):
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
         numbers = plain_state(self.model) | numbers_in(self.outside)
+        held = [(path, module, dict(vars(module))) for path, module in self.model.named_modules()]
         with hidden_state(self.model, attempt.kept.counted, self.outside) as changes, ExitStack() as stack:
             hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
             idioms = self.idioms, self.idioms.scripted_functions()
@@ -226,10 +229,12 @@ class FlatCall(nn.Module):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output", opens_caches=call.tree.has_caches)
         check_state(numbers, plain_state(self.model) | numbers_in(self.outside))
-        left = left_tensors(self.model)
+        left, sets = left_tensors(self.model), constants_set(held)
+        if not attempt.options.is_dynamic:  # sizes of the batch are numbers like others
+            left, sets = list(dict.fromkeys([*left, *(full_name(each.path, each.name) for each in sets)])), []
         for module, buffers in before:
             _write_back(module, buffers)
-        attempt.reports.append((tree, left, changes))
+        attempt.reports.append((tree, left, changes, sets))
         parameters = set(map(id, self.model.parameters()))  # one that is returned as it is would be in no block
         return tuple(each.clone() if id(each) in parameters else each for each in outputs)
 
@@ -301,7 +306,7 @@ class ExportAttempt:
     options: TraceOptions
     kept: KeptWhole
     sizes: SizeWatch = field(default_factory=SizeWatch)
-    reports: list[tuple[Tree, list[str], list[NumberChange]]] = field(default_factory=list)
+    reports: list[tuple[Tree, list[str], list[NumberChange], list[NumberChange]]] = field(default_factory=list)
 
     def run(self) -> Exported:
         """Traces the call.
@@ -338,7 +343,7 @@ class ExportAttempt:
                 raise
             except Exception as error:
                 self._stop(error, flat, mode, drawn)
-        output_tree, left, changes = self.reports[-1]
+        output_tree, left, changes, sets = self.reports[-1]
         constants, markers = self._tidy(graph_module, held)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = pop_watched(graph_module), None
@@ -355,6 +360,7 @@ class ExportAttempt:
             watched=watched_calls,
             left=tuple(left),
             changes=tuple(changes),
+            sets=tuple(sets),
             greatest=self._greatest() if is_dynamic else None,
             asks_for_one=sizes.asks_for_one,
             lengths=lengths,
