@@ -55,6 +55,7 @@ try:
     import torch.utils._pytree
     import torch.utils._sympy.numbers
     import torch.utils._sympy.value_ranges
+    import torch.utils.data
     import torch.utils.weak
 
     _interpreter = torch._C._functorch.peek_interpreter_stack  # that of the function transforms which are running
@@ -114,6 +115,11 @@ try:
     exit_autocast = torch.amp.autocast_mode._exit_autocast
     is_any_autocast_enabled = torch._C._is_any_autocast_enabled
     set_gradients: Any = torch._C._set_grad_enabled  # turns gradients on and off, in a graph
+
+    # What a worker of a DataLoader runs, and where that is looked up as one starts.
+    workers: Any = torch.utils.data._utils.worker
+    WORKER_LOOP = "_worker_loop"
+    run_worker: Any = workers._worker_loop
 
     # What torch does for all of its own modules and optimizers.
     call_impl = nn.Module._call_impl  # runs a module with its hooks

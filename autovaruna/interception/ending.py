@@ -19,9 +19,8 @@ from typing import Any, NoReturn, Protocol
 
 from autovaruna.errors import AutoVarunaError, RankError
 from autovaruna.interception.installed import ProcessPiece, Undo, put
+from autovaruna.interception.workers import SIGNALS, keep_workers
 from autovaruna.log import error_text, write_error
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 has_trained = False
 """Whether this process has made a step: until then a job that is asked to end has nothing to save."""
@@ -56,12 +55,14 @@ def script_handler(number: signal.Signals) -> Any:
 
 
 def _listen() -> Undo | None:
-    """Records signals from now on, in the main thread: they no longer end this process by themselves."""
+    """Records signals from now on, in the main thread: they end neither this process by themselves, nor workers."""
     if threading.current_thread() is not threading.main_thread():
         return None
     _before.update((number, signal.signal(number, _record)) for number in SIGNALS)
+    free_workers = keep_workers()
 
     def undo() -> None:
+        free_workers()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is _record:  # else the script has put a handler of its own there

@@ -29,3 +29,11 @@ def test_a_setting_saves_and_ends_with_a_status_of_its_own(num_ranks: int, tmp_p
     (saved,) = tmp_path.glob("step-*")
     assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status {SAVED}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("method", ["fork"])
+def test_so_it_is_where_workers_of_a_loader_get_the_signal_as_well(method: str, num_ranks: int, tmp_path: Path) -> None:
+    """A worker that died would end its rank with an error, in the midst of a step."""
+    done = mpirun(num_ranks, SCRIPT, tmp_path, method, check=False, is_warm=method == "fork")
+    assert done.returncode == SAVED, done.stderr
+    assert len([*tmp_path.glob("step-*")]) == 1 and "killed by signal" not in done.stderr
