@@ -687,10 +687,10 @@ def _gradients_of_leaves(
         found[source] = _numbers_out_of(gradient) if source.is_weight else gradient
 
     for source, leaf in leaves.items():
-        leaf.register_post_accumulate_grad_hook(partial(take, source))
+        leaf.register_post_accumulate_grad_hook(partial(take, source))  # type: ignore[no-untyped-call]
     if leaves:
         given = [each for each, _ in roots], [each for _, each in roots]
-        torch.autograd.backward(*given, inputs=list(leaves.values()))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(*given, inputs=list(leaves.values()))
     return found
 
 

@@ -29,7 +29,8 @@ def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0
 def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:
     """Returns what a keeper says of its ranks, ``r0`` and so on."""
     found = {name[1:]: its for name, its in ranks.items()}
-    return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found, "predicted": {}, "is_full": False}
+    held = {"newest": newest, "copied": copied, "is_alone": False}
+    return {"attempt": 1, **held, "ranks": found, "predicted": {}, "is_full": False}
 
 
 def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) -> JobWatch:

@@ -45,12 +45,6 @@ def translating(self: Any, source: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(torch.stack(steps).flatten(0, 1), target[1:].flatten())
 
 
-def translated(self: Any, source: Tensor, target: Tensor, mask: Tensor, padding: Tensor) -> Tensor:
-    """Takes (time, batch) of two lengths, with a mask (time, time) and one (batch, time)."""
-    h = self.body(self.words(source), self.words(target), src_mask=mask, src_key_padding_mask=padding)
-    return F.cross_entropy(self.last(h).flatten(0, 1), target.flatten())
-
-
 def dice(self: Any, x: Tensor, y: Tensor) -> Tensor:
     share, wanted = self.last(x).softmax(1), F.one_hot(y, CLASSES)
     return 1 - 2 * (share * wanted).sum() / (share.sum() + wanted.sum())
@@ -78,12 +72,9 @@ RNN = {"words": nn.Embedding(9, WIDTH), "cell": nn.LSTM(WIDTH, WIDTH)}
 DECODER = {"query": nn.Linear(WIDTH, WIDTH), "key": nn.Linear(WIDTH, WIDTH)}
 DECODER |= {"cell": nn.GRU(WIDTH, WIDTH, batch_first=True)}
 TOKENS = torch.arange(30).view(5, 6) % CLASSES
-MASKED = {"words": nn.Embedding(9, WIDTH), "body": nn.Transformer(WIDTH, 2, 1, 1, WIDTH, dropout=0.0)}
-MASKS = torch.triu(torch.full((5, 5), True), 1), torch.zeros(6, 5, dtype=torch.bool)
 FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
     "a state": (of(language, **RNN), (TOKENS, (STATE, STATE), TOKENS), {}, ("batch_dims",)),
     "a hidden state": (of(decoder, **DECODER), (torch.randn(6, 4, WIDTH), STATE, Y), {}, ("batch_dims",)),
-    "masks": (of(translated, **MASKED), (TOKENS, TOKENS[:3], *MASKS), {}, ("batch_dims",)),
     "two lengths": (of(translating, **RNN), (TOKENS, TOKENS[:3]), {}, ("batch_dims",)),
     "a ratio of sums": (of(dice), (X, Y), {}, ("num_micro_batches", "inputs")),
     "a mean": (of(decayed), (X, Y), {"reduction": "sum"}, ("reduction",)),

@@ -330,9 +330,7 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
     """Returns what is odd of a call for which a model mixes samples in some modules, and what to write instead."""
     batch = [spec for spec in call.inputs if spec.is_batch]
     others = [spec for spec in call.inputs if not spec.is_batch]
-    of_graph, of_time = _of_graph(batch, others), _of_time(model, call, others, paths)
-    is_of_time = any(paths is None or path in paths for path, _ in _time_first(model))  # its masks are square as well
-    return (of_time or of_graph if is_of_time else of_graph or of_time) or _OTHERWISE
+    return _of_graph(batch, others) or _of_time(model, call, others, paths) or _OTHERWISE
 
 
 def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
@@ -355,7 +353,9 @@ def _of_time(model: nn.Module, call: CallSpec, others: list[InputSpec], paths: C
     """Finds the batch in a later dimension: of another input, or by a module that wants it there."""
     first = next(spec for spec in call.inputs if spec.is_batch)
     elsewhere = [spec for spec in others if _has_elsewhere(spec, first)]
-    modules = [(path, each) for path, each in _time_first(model) if paths is None or path in paths]
+    modules = [(path, each) for path, each in model.named_modules() if getattr(each, "batch_first", True) is False]
+    if paths is not None:
+        modules = [(path, each) for path, each in modules if path in paths]
     if elsewhere:
         what = f"which {_shown(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} in another one"
     elif modules and len(first.shape) > 1:
@@ -371,10 +371,6 @@ def _of_time(model: nn.Module, call: CallSpec, others: list[InputSpec], paths: C
         f"dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in "
         "plain PyTorch."
     )
-
-
-def _time_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(path, each) for path, each in model.named_modules() if getattr(each, "batch_first", True) is False]
 
 
 def naming(dimensions: Mapping[str, int]) -> str:
