@@ -16,7 +16,7 @@ from autovaruna._torch import parameter_table
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards, is_constant
 from autovaruna.interception.gradients import SCALERS
-from autovaruna.interception.modules import DirectCalls
+from autovaruna.interception.modules import DirectCalls, is_own_code
 from autovaruna.interception.optimizer_proxy import OptimizerProxy, parameters_of, watch_steps
 from autovaruna.ranks.environment import is_alone
 from autovaruna.ranks.exchange import differences
@@ -113,7 +113,8 @@ class WrappedModel:
 
 def _record_strangers(actions: ScriptActions, thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Records gradients by which an optimizer of parameters of no wrapped model steps: no rank has summed them."""
-    if get_ident() == thread and actions.records_gradients(optimizer):  # ranks may be threads
+    is_script = get_ident() == thread and not is_own_code()  # ranks may be threads; the library tries optimizers, too
+    if is_script and actions.records_gradients(optimizer):
         known = set().union(*(model.names_by_id() for model in list(_wrapped)))
         strangers = [each for each in parameters_of(optimizer) if id(each) not in known and each.grad is not None]
         actions.record_gradients(type(optimizer).__name__, [each.grad for each in strangers if each.grad is not None])
