@@ -164,7 +164,11 @@ def test_a_rank_that_is_killed_at_the_same_step_again_and_again_ends_the_job(tmp
 def test_ctrl_c_and_a_terminal_that_closes_save_what_there_is(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN:  # below nohup, and so in what is started
+        signal.signal(number, signal.SIG_DFL)
     with started(tmp_path, RESUMES, "--checkpoints", str(tmp_path / "saved"), num_ranks=1) as job:
+        signal.signal(number, before)
         said = read_until(job, "[0] step 9")
         job.send_signal(number)
         said += job.communicate(timeout=60)[0]
