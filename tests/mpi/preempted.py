@@ -24,10 +24,13 @@ METHOD = WAY if WAY in ("fork", "spawn") else None
 
 
 def send(number: int) -> None:
-    """Sends a signal to the workers, if there are any, and then to the rank, by a process that is neither."""
+    """Sends a signal to the workers, if there are any, and then to the rank, by a process that is neither.
+
+    It has a session of its own: torchrun passes the signal on to all of a rank's.
+    """
     workers = [str(worker.pid) for worker in multiprocessing.active_children()]
     rank = os.getppid() if WAY == "launcher" else os.getpid()
-    subprocess.run(["kill", f"-{int(number)}", *workers, str(rank)], check=True)
+    subprocess.run(["kill", f"-{int(number)}", *workers, str(rank)], check=True, start_new_session=True)
 
 
 def main() -> None:
