@@ -255,47 +255,60 @@ class Session:
     # agree
 
     def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> SharedCall:
-        """Exchanges the ranks' reports of their calls, and joins these to one. Collective."""
-        model, run, world = self._model, self._run, self._run.world
-        if model.engine is None:
-            compare_settings(run.settings, world, has_plan=self.copies.given_plan is not None)
-        error: Exception | None = None
-        own: Report | None = None
+        """Exchanges the ranks' reports of their calls, and joins these to one. Collective.
+
+        Ranks ask again if what they have found out leaves attributes out of the keys of calls, or is of parameters that
+        some ranks alone could freeze.
+        """
+        if self._model.engine is None:
+            compare_settings(self._run.settings, self._run.world, has_plan=self.copies.given_plan is not None)
+        while (shared := self._join(args, kwargs, method)) is None:
+            pass
+        return shared
+
+    def _join(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> SharedCall | None:
+        """Returns the call that the ranks' reports make together; None: ask again. Collective."""
+        model, world, what = self._model, self._run.world, f"reading the model's inputs{self._run.of_model}"
         try:
-            mode = model.guards.words(method)
-            model.check_parameters()
-            tensors, call = self._reader.read(args, kwargs, mode, method)
-            tensors = on_own_gpu(tensors, model.device)
-            self._recheck_trace(call)
+            call, tensors = self._read(args, kwargs, method)
             own = self._report(call, tensors)
-        except Exception as caught:
-            error = caught
-        what = f"reading the model's inputs{run.of_model}"
-        if own is None:
-            found = world.exchange(what, error)
-        else:
-            found = world.exchange(what, None, repr(own.alike).encode(), own.flags, own.numbers.to_bytes())
-        assert own is not None
-        run.is_stop_agreed |= bool(found.flags & STOP_WANTED)
-        if run.manager is not None:
-            run.manager.agree(not found.flags & SNAPSHOT_LACKS, bool(found.flags & TO_LEAVE))
-        alike, numbers = [own.alike], [own.numbers] * world.num_ranks
-        if found.differs(ALIKE):
-            alike = world.gather_objects(own.alike, what)
-        else:
-            if found.differs(BLOCK):
-                numbers = list(map(BatchNumbers.of_bytes, found.blocks()))
-            run.metrics.collect(bool(found.flags & NORM_WANTED), [each.metrics for each in numbers])
+        except Exception as error:
+            world.exchange(what, error)  # raises on all ranks
+            raise
+        alike, numbers = self._exchange(own, what)
         if self._drop_unread_attributes(call, {key for key, _ in alike}):
-            return self._agree(args, kwargs, method)
+            return None
+        shared = SharedCall(call, tensors, self._run.num_calls, self._same_inputs.groups, numbers)
         try:
-            shared = SharedCall(call, tensors, run.num_calls, self._same_inputs.groups, numbers)
             check_alike(shared, alike, self._words, world)
-            return shared
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
-            return self._agree(args, kwargs, method)
+            return None
+        return shared
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> tuple[CallSpec, list[Tensor]]:
+        """Returns what this rank calls the model with, and its tensors; looks at the model that the call is of."""
+        mode = self._model.guards.words(method)
+        self._model.check_parameters()
+        tensors, call = self._reader.read(args, kwargs, mode, method)
+        self._recheck_trace(call)
+        return call, on_own_gpu(tensors, self._model.device)
+
+    def _exchange(self, own: Report, what: str) -> tuple[list[tuple[str, str]], list[BatchNumbers]]:
+        """Returns what is to be alike of all ranks' reports, or of one if no two differ, and numbers of each rank."""
+        run, world = self._run, self._run.world
+        found = world.exchange(what, None, repr(own.alike).encode(), own.flags, own.numbers.to_bytes())
+        run.is_stop_agreed |= bool(found.flags & STOP_WANTED)
+        if run.manager is not None:
+            run.manager.agree(not found.flags & SNAPSHOT_LACKS, bool(found.flags & TO_LEAVE))
+        numbers = [own.numbers] * world.num_ranks
+        if found.differs(ALIKE):
+            return world.gather_objects(own.alike, what), numbers
+        if found.differs(BLOCK):
+            numbers = list(map(BatchNumbers.of_bytes, found.blocks()))
+        run.metrics.collect(bool(found.flags & NORM_WANTED), [each.metrics for each in numbers])
+        return [own.alike], numbers
 
     def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
         run, manager, engine = self._run, self._run.manager, self._model.engine
