@@ -27,14 +27,13 @@ from autovaruna.elastic.options import read_variables
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
-from autovaruna.planner.deployment import Fingerprint, deployment_of, save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, read_saved_plan, save
 from autovaruna.planner.records import UNKNOWN_LINK
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.measure import measure, parts_by_key, to_profile
 from autovaruna.profiler.records import Cluster
 from autovaruna.profiler.roofline import read_device
-from autovaruna.session.preparation import read_saved_plan
 from autovaruna.varuna.profiler import AutoConfig, Facts, ProfileFolder
 from tests.checkpoint.test_damage import forge
 from tests.planner.cases import make_problem

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +18,12 @@ import msgspec
 import numpy as np
 
 from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
-from autovaruna.errors import DeploymentError, PlanError
+from autovaruna.config.settings import Settings, replicas_of
+from autovaruna.errors import AutoVarunaError, DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.arrays import Costs, RangeTables
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.prediction import pipeline_of, policy_of, representative
+from autovaruna.planner.prediction import RankOrders, pipeline_of, policy_of, representative
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.search_space import resolve_cuts, stage_blocks
@@ -30,12 +33,15 @@ from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
 
 FORMAT_VERSION = 1
+GLOBAL_BATCH = "global batch"
+"""Where a fingerprint's shapes have the number of samples of all ranks."""
 _OF_OPTIMIZER = {
     "optimizer_bytes_factor": "the optimizer's state for each byte of parameters",
     "shard_optimizer": "whether replicas may share the optimizer's state",
 }
 _ROUNDING = 1e-6
 """Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -357,3 +363,71 @@ def _stage_plan(stage: _Stage) -> StagePlan:
 def _check(is_right: bool, key: str, got: object, expected: object) -> None:
     if not is_right:
         raise ValueError(f"{key} is {got}, expected {expected}")
+
+
+def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Plan | None:
+    """Returns the plan of the deployment file; None: plan again. One line in the log says which, and why.
+
+    Raises DeploymentError if ``load_deployment`` is true, and the file is missing, damaged or stale.
+    """
+    path = Path(settings.deployment_file)
+    is_required = settings.load_deployment is True
+    if not path.exists() and not is_required:
+        return None
+    try:
+        deployment = load(path)
+        changed = differences(deployment.fingerprint, fingerprint)
+        if not changed:
+            plan = _runnable(deployment, graph, settings, fingerprint, path)
+            logger.info("using the saved deployment %s", path)
+            return plan
+    except DeploymentError as error:
+        if is_required:
+            raise
+        changed = [str(error)]
+        if settings.save_deployment:
+            changed.append(_keep_copy(path))
+    if is_required:
+        raise DeploymentError(
+            f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
+            "load_deployment='auto' to plan again."
+        )
+    level = logging.INFO if fingerprint.num_ranks > 1 else logging.DEBUG  # one process has a plan for a setting alone
+    logger.log(level, "planning again: %s", "; ".join(changed))
+    return None
+
+
+def _keep_copy(path: Path) -> str:
+    """Copies a file that a new plan will replace; returns in words whether that worked."""
+    names = (f"{path}.damaged{number or ''}" for number in count())
+    copy = next(name for name in names if not os.path.lexists(name))
+    try:
+        shutil.copy(path, copy)
+        return f"a copy is kept as {copy}"
+    except OSError as error:
+        return f"no copy of it can be kept: {error.strerror}"
+
+
+def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
+    """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
+    num_samples = int(fingerprint.shapes[GLOBAL_BATCH])
+    if complaint := complaint_of_size(deployment.plan, settings, num_samples):
+        raise DeploymentError(f"the deployment {path} cannot run: {complaint}")
+    try:
+        plan = plan_from(deployment, graph)
+        RankOrders(plan, graph)
+        return plan
+    except AutoVarunaError as error:
+        raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
+
+
+def complaint_of_size(plan: Plan, settings: Settings, num_samples: int) -> str:
+    """Returns why a batch cannot be cut as a plan says; empty: it can."""
+    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
+    least = min(groups.get(settings.inputs, plan.num_ranks), num_samples)
+    if least <= plan.num_micro_batches <= num_samples:
+        return ""
+    return (
+        f"num_micro_batches is {plan.num_micro_batches}, expected {least} to {num_samples} for {num_samples} samples "
+        f"on {plan.num_ranks} ranks"
+    )

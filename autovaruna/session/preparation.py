@@ -6,24 +6,20 @@ import io
 import json
 import logging
 import math
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
-from itertools import count
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from autovaruna.config.files import at_home
-from autovaruna.config.settings import Settings, Sharing, replicas_of
+from autovaruna.config.settings import Settings, Sharing
 from autovaruna.elastic.ahead import Request
 from autovaruna.elastic.job_folder import AHEAD, job_place
 from autovaruna.errors import (
-    AutoVarunaError,
     ConfigError,
     DeploymentError,
     InputError,
@@ -37,13 +33,12 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.log import TRYING, phase
 from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
-    Deployment,
+    GLOBAL_BATCH,
     Fingerprint,
+    complaint_of_size,
     deployment_of,
-    differences,
     host_counts,
-    load,
-    plan_from,
+    read_saved_plan,
     save,
 )
 from autovaruna.planner.prediction import RankOrders
@@ -75,77 +70,8 @@ from autovaruna.stage.split import Assignment, assign
 
 GivenPlan = Plan | Callable[[Graph], Plan]
 """A plan of the user's, or what makes one for the graph of a traced model."""
-_GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
-
-
-def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Plan | None:
-    """Returns the plan of the deployment file; None: plan again. One line in the log says which, and why.
-
-    Raises DeploymentError if ``load_deployment`` is true, and the file is missing, damaged or stale.
-    """
-    path = Path(settings.deployment_file)
-    is_required = settings.load_deployment is True
-    if not path.exists() and not is_required:
-        return None
-    try:
-        deployment = load(path)
-        changed = differences(deployment.fingerprint, fingerprint)
-        if not changed:
-            plan = _runnable(deployment, graph, settings, fingerprint, path)
-            logger.info("using the saved deployment %s", path)
-            return plan
-    except DeploymentError as error:
-        if is_required:
-            raise
-        changed = [str(error)]
-        if settings.save_deployment:
-            changed.append(_keep_copy(path))
-    if is_required:
-        raise DeploymentError(
-            f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
-            "load_deployment='auto' to plan again."
-        )
-    level = logging.INFO if fingerprint.num_ranks > 1 else logging.DEBUG  # one process has a plan for a setting alone
-    logger.log(level, "planning again: %s", "; ".join(changed))
-    return None
-
-
-def _keep_copy(path: Path) -> str:
-    """Copies a file that a new plan will replace; returns in words whether that worked."""
-    names = (f"{path}.damaged{number or ''}" for number in count())
-    copy = next(name for name in names if not os.path.lexists(name))
-    try:
-        shutil.copy(path, copy)
-        return f"a copy is kept as {copy}"
-    except OSError as error:
-        return f"no copy of it can be kept: {error.strerror}"
-
-
-def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
-    """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
-    num_samples = int(fingerprint.shapes[_GLOBAL_BATCH])
-    if complaint := _complaint_of_size(deployment.plan, settings, num_samples):
-        raise DeploymentError(f"the deployment {path} cannot run: {complaint}")
-    try:
-        plan = plan_from(deployment, graph)
-        RankOrders(plan, graph)
-        return plan
-    except AutoVarunaError as error:
-        raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
-
-
-def _complaint_of_size(plan: Plan, settings: Settings, num_samples: int) -> str:
-    """Returns why a batch cannot be cut as a plan says; empty: it can."""
-    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
-    least = min(groups.get(settings.inputs, plan.num_ranks), num_samples)
-    if least <= plan.num_micro_batches <= num_samples:
-        return ""
-    return (
-        f"num_micro_batches is {plan.num_micro_batches}, expected {least} to {num_samples} for {num_samples} samples "
-        f"on {plan.num_ranks} ranks"
-    )
 
 
 def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
@@ -176,7 +102,7 @@ def fingerprint_of(
     shaping = {name: getattr(settings, name) for name in SHAPING}
     return Fingerprint(
         graph=traced.graph.fingerprint,
-        shapes={**shapes, _GLOBAL_BATCH: str(global_batch_size)},
+        shapes={**shapes, GLOBAL_BATCH: str(global_batch_size)},
         num_ranks=len(hosts),
         hosts=host_counts(hosts),
         device=device,
@@ -255,7 +181,7 @@ class Preparation:
         are_blocks = all(each.blocks for each in stages) and [b for each in stages for b in each.blocks] == blocks
         odd = [each.ranks for each in stages if not each.ranks or len(ranks & set(each.ranks)) < len(each.ranks)]
         num_samples = max(self._shared.global_batch_size, plan.num_micro_batches)  # empty slices are left out
-        of_size = _complaint_of_size(plan, settings, num_samples)
+        of_size = complaint_of_size(plan, settings, num_samples)
         complaints = {
             f"it is for {plan.num_ranks} ranks: got {num_ranks}": plan.num_ranks != num_ranks,
             f"stages are to have blocks 0 to {blocks[-1]} of the model, in order and each once": not are_blocks,

@@ -72,7 +72,8 @@ def file(saved: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    caplog.set_level(logging.DEBUG, "autovaruna.session")  # one that no rank sets
+    for room in ("session", "planner"):  # no rank sets these
+        caplog.set_level(logging.DEBUG, f"autovaruna.{room}")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
