@@ -31,7 +31,7 @@ from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import is_constant
 from autovaruna.graph.methods import OwnMethods, is_own_method
-from autovaruna.interception.gradients import record_scalers_of_callers
+from autovaruna.interception.gradients import record_scalers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import watch_registrations
 from autovaruna.planner.records import Plan
@@ -126,7 +126,7 @@ class AutoVaruna(nn.Module):
                 "torch.optim.Optimizer (of several, the one of most parameters alone); settings are keywords."
             )
         if optimizer is not None and scaler is None:
-            record_scalers_of_callers()
+            record_scalers()
         self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
         self._training_run.installed.callback(_WRAPPERS_OF_TORCH.acquire())
         promise()
@@ -221,7 +221,7 @@ class AutoVaruna(nn.Module):
         """
         if self._wrapped.engine is None and not self._session.is_plain:
             raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
-        record_scalers_of_callers()
+        record_scalers()
         self._wrapped_optimizer.adopt(optimizer, self._wrapped.device)
 
     @_AsOwn
