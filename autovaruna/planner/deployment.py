@@ -18,8 +18,8 @@ import numpy as np
 from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
+from autovaruna.log import readable
 from autovaruna.planner.arrays import Costs, RangeTables
-from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, representative
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan

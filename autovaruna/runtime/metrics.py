@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autovaruna._torch import foreach_norm
-from autovaruna.planner.infeasible import readable
+from autovaruna.log import readable
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_STEPS = 8  # after each of which ranks send their seconds and memory; later about once in these seconds:
