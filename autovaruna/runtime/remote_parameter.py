@@ -39,6 +39,7 @@ _KNOWN = frozenset(
     + ("rand_like", "randn_like", "randint_like")
 )
 """Makes numbers that follow from no number of the tensor."""
+_OF_NUMBERS = ("backward", "data_ptr", "storage", "untyped_storage", "equal", "allclose", "__reduce_ex__")
 _DRAWS_BY_VALUE = frozenset(
     ("binomial", "multinomial", "poisson", "rrelu_with_noise", "rrelu_with_noise_")
     + ("_sample_dirichlet", "_standard_gamma")
@@ -387,7 +388,6 @@ class _Operation:
         ) from cause
 
 
-_OF_NUMBERS = ("backward", "data_ptr", "storage", "untyped_storage", "equal", "allclose", "__reduce_ex__")
 _SPECIAL: dict[str, Callable[[_Operation], Any]] = {
     **dict.fromkeys(_OF_NUMBERS, _Operation.refuse),
     **dict.fromkeys(("__repr__", "__format__"), _Operation.show),

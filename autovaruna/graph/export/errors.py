@@ -81,6 +81,10 @@ DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what
 _DRAWS = re.compile(r"\b(random|np|numpy|randint|uniform|choice|shuffle)\b *[.(]")
 _NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
 _TRANSFORM = "function transform of torch.func"
+_WITHOUT_TRANSFORMS = (
+    ". Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the line "
+    f"{_INTO} as one operation, or write it with ordinary operations."
+)
 TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
 """What is said where the numbers in a tensor are wanted, and a trace has none."""
@@ -252,10 +256,6 @@ def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
     return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
 
 
-_WITHOUT_TRANSFORMS = (
-    ". Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the line "
-    f"{_INTO} as one operation, or write it with ordinary operations."
-)
 _REASONS: tuple[tuple[Callable[[Exception, str], bool], str], ...] = (
     (
         lambda error, where: _OF_KEYS in str(error),
