@@ -232,14 +232,9 @@ class FlatCall(nn.Module):
     def _as_on_numbers(self) -> Iterator[None]:
         """Has the code of the model run as on numbers: what asks for them leaves nodes, or is refused."""
         hidden = () if self.attempt.opaque.shows_tracing else (hide_tracing(), hide_fakes())
+        idioms = self.idioms, self.idioms.scripted_functions()
         with refused_draws(self.model, self.outside), ExitStack() as stack:
-            for each in (
-                *hidden,
-                unchecked_distributions(),
-                conversions(),
-                self.idioms,
-                self.idioms.scripted_functions(),
-            ):
+            for each in (*hidden, unchecked_distributions(), conversions(), *idioms):
                 stack.enter_context(each)
             yield
 
