@@ -186,12 +186,10 @@ class Engine:
         own = batch.num_samples_of(self.world.rank)
 
         def other(leaf: HidingLeaf | Constant) -> Any:
+            if isinstance(leaf, HidingLeaf):
+                return Undelivered(leaf)
             try:
-                return (
-                    Undelivered(leaf)
-                    if isinstance(leaf, HidingLeaf)
-                    else traced.sizes.in_call(leaf.value, own, lengths)
-                )
+                return traced.sizes.in_call(leaf.value, own, lengths)
             except TypeError:  # numbers in tensors say what it is
                 return Undelivered(HidingLeaf("that is counted in a tensor", "number"))
 
