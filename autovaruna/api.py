@@ -20,23 +20,23 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.folder import has_checkpoints, on_first
+from autovaruna.checkpoint.folder import has_checkpoints
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.elastic.snapshot import HasPosition
-from autovaruna.errors import InputError, OrderError
+from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import is_constant
 from autovaruna.graph.methods import OwnMethods, is_own_method
-from autovaruna.interception.gradients import record_scalers_of_callers
+from autovaruna.interception.gradients import record_scalers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import watch_registrations
 from autovaruna.planner.records import Plan
 from autovaruna.ranks.environment import promise
-from autovaruna.ranks.world import World
+from autovaruna.ranks.world import World, on_first
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
@@ -126,7 +126,7 @@ class AutoVaruna(nn.Module):
                 "torch.optim.Optimizer (of several, the one of most parameters alone); settings are keywords."
             )
         if optimizer is not None and scaler is None:
-            record_scalers_of_callers()
+            record_scalers()
         self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
         self._training_run.installed.callback(_WRAPPERS_OF_TORCH.acquire())
         promise()
@@ -221,7 +221,7 @@ class AutoVaruna(nn.Module):
         """
         if self._wrapped.engine is None and not self._session.is_plain:
             raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
-        record_scalers_of_callers()
+        record_scalers()
         self._wrapped_optimizer.adopt(optimizer, self._wrapped.device)
 
     @_AsOwn
@@ -479,7 +479,8 @@ class AutoVaruna(nn.Module):
         if dir is None and self._training_run.manager is not None:
             dir = self._training_run.manager.place.checkpoints
         info = self.load_from_hosts(scaler=scaler, lr_scheduler=lr_scheduler)
-        if info is None and on_first(self._training_run.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
+        world, what = self._training_run.world, "looking for checkpoints"
+        if info is None and on_first(world, lambda: has_checkpoints(dir), what, fails_as=CheckpointError):
             assert dir is not None
             info = self.load_checkpoint(dir, scaler=scaler, lr_scheduler=lr_scheduler)
         info = info or CheckpointInfo(Path(dir or "."), step=0)

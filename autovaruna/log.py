@@ -272,3 +272,12 @@ def warn_once(logger: logging.Logger, model: object, text: str) -> None:
     if text not in known:
         known.add(text)
         logger.warning("%s", text)
+
+
+def readable(num_bytes: float) -> str:
+    """Returns bytes as a person writes them: ``1.5 GiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.{3 + (num_bytes >= 999.5)}g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

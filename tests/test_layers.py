@@ -28,7 +28,7 @@ LEVELS = {
     " > call module_state constant_values side_effects > opaque lengths > export > facts traced > batch"
     " > grouping pieces > verify > trial > methods trace",
     "ranks": "launcher tls transport > exchange > deadlock > reduction > world > buckets environment torch_channel",
-    "runtime": "metrics autograd remote_parameter batch mail timeline > weights in_flight"
+    "runtime": "metrics autograd remote_parameter batch mail timeline > weights"
     " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",
     "checkpoint": "manifest remote_file > folder tensor_file > encoding > state source > load save",
     "elastic": "host_list options host_processes job_folder rank_script sampler stub > ahead snapshot standby"

@@ -8,7 +8,7 @@
 
 Names alone say which is the newest, whatever clocks say. A checkpoint that is loaded has a lock that many may have. The
 system takes locks away when a job dies; where a file system has none, folders count as left behind, claims as free.
-Nothing here needs torch, which a manager does not import; what ranks do together imports it by itself.
+Nothing here needs torch, which a manager does not import; what compares requests of ranks imports it by itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,12 +42,10 @@ from autovaruna.checkpoint.manifest import (
     read_manifest,
 )
 from autovaruna.config.files import at_home
-from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
+from autovaruna.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from autovaruna.ranks.world import World
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -299,35 +296,6 @@ def _lock(descriptor: int, how: int, call: Callable[[int, int], object] = fcntl.
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
     return True
-
-
-def together(world: World, act: Callable[[], Result], what: str) -> Result:
-    """Returns what `act` returns; an error on one rank is one on all, once all are done. Collective."""
-    from autovaruna.ranks.world import on_all
-
-    return on_all(world, partial(as_ours, act, what), what, waits=True)
-
-
-def as_ours(act: Callable[[], Result], what: str) -> Result:
-    """Returns what `act` returns; what it raises becomes an AutoVarunaError, the same to catch on every rank."""
-    try:
-        return act()
-    except AutoVarunaError:
-        raise
-    except Exception as error:  # no memory, as a rule
-        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error!s:.500}") from error
-
-
-def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
-    """Returns on every rank what `act` returns on rank 0. Collective."""
-    return gather(world, lambda: act() if world.rank == 0 else None, what)[0]  # type: ignore[return-value]
-
-
-def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
-    """Returns what `act` returns on each rank; as `together`. Collective."""
-    from autovaruna.ranks.world import gather_on_all
-
-    return gather_on_all(world, partial(as_ours, act, what), what, waits=True)
 
 
 def place_of(given: str | os.PathLike[str]) -> str:

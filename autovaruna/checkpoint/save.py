@@ -28,27 +28,13 @@ import numpy as np
 import torch
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.folder import (
-    cannot_write,
-    commit,
-    different_requests,
-    gather,
-    mark_of,
-    on_first,
-    place_of,
-    together,
-    write_file,
-)
-from autovaruna.checkpoint.manifest import (
-    CHUNK_BYTES,
-    Bytes,
-    WrittenPart,
-)
+from autovaruna.checkpoint.folder import cannot_write, commit, different_requests, mark_of, place_of, write_file
+from autovaruna.checkpoint.manifest import CHUNK_BYTES, Bytes, WrittenPart
 from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows
 from autovaruna.config.files import at_home, copy_synced, read_record, system_bytes
 from autovaruna.errors import CheckpointError
-from autovaruna.ranks.world import World
+from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
@@ -135,7 +121,8 @@ class Saver:
         world, place = self._world, place_of(root)
         self._compare(place, content, options)
         tempdir = options.tempdir and os.path.abspath(at_home(options.tempdir))
-        part = together(world, lambda: compose(subject, content, options.is_shared), "composing a checkpoint")
+        own = functools.partial(compose, subject, content, options.is_shared)
+        part = on_all(world, own, "composing a checkpoint", fails_as=CheckpointError)
         copies = options.in_background and self._has_room(part)
 
         def begin() -> tuple[dict[str, bytes], Path]:
@@ -145,7 +132,7 @@ class Saver:
             except OSError as error:
                 raise cannot_write(Path(place), error) from error
 
-        extra_files, partial = on_first(world, begin, "beginning a checkpoint")
+        extra_files, partial = on_first(world, begin, "beginning a checkpoint", fails_as=CheckpointError)
 
         def complete(parts: Sequence[WrittenPart]) -> None:
             path = commit(partial, content.step, parts, extra_files, options.keep)
@@ -153,7 +140,8 @@ class Saver:
             logger.info("saved the checkpoint %s", path)
 
         try:
-            ready = together(world, lambda: self._ready(part, partial, copies), "copying a checkpoint")
+            copy = functools.partial(self._ready, part, partial, copies)
+            ready = on_all(world, copy, "copying a checkpoint", fails_as=CheckpointError)
             act = functools.partial(write_part, ready, partial, tempdir)
             if copies:
                 if not self._is_watching_the_end:
@@ -161,8 +149,8 @@ class Saver:
                     atexit.register(self._at_end, os.getpid())
                 self._job = BackgroundWrite(partial, world, act, complete)
             else:
-                parts = gather(world, act, "writing a checkpoint")
-                on_first(world, lambda: complete(parts), "completing a checkpoint")
+                parts = gather_on_all(world, act, "writing a checkpoint", fails_as=CheckpointError)
+                on_first(world, lambda: complete(parts), "completing a checkpoint", fails_as=CheckpointError)
         except BaseException:
             if self._job is None:
                 self._abandon(partial)

@@ -24,7 +24,7 @@ from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.ranks.world import World
+from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
 
 SINGLE = "model.safetensors"
 OTHERS = "state-*.safetensors"
@@ -57,13 +57,15 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
         logger.info("another job saves to %s (%s): this one can load from there, but not save", path, other)
     known: dict[Path, list[str]] = {}
     while True:
-        chosen = folder.on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
+        what, next_best = "looking for checkpoints", partial(_next_best, path, step, known, locks)
+        chosen = on_first(world, next_best, what, fails_as=CheckpointError)
         if chosen is None:
-            return folder.together(world, lambda: open_source(path), "opening a checkpoint")
-        every = folder.gather(world, partial(_damages, chosen, world), "checking a checkpoint")
+            return on_all(world, lambda: open_source(path), "opening a checkpoint", fails_as=CheckpointError)
+        damages = partial(_damages, chosen, world)
+        every = gather_on_all(world, damages, "checking a checkpoint", fails_as=CheckpointError)
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
-            return folder.together(world, partial(open_source, chosen), "opening a checkpoint")
+            return on_all(world, partial(open_source, chosen), "opening a checkpoint", fails_as=CheckpointError)
 
 
 def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], locks: ExitStack) -> Path | None:

@@ -22,9 +22,8 @@ from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
-from autovaruna.log import progress_bar, status_bar
+from autovaruna.log import progress_bar, readable, status_bar
 from autovaruna.planner.deployment import Deployment, deployment_of, save
-from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan

@@ -19,8 +19,9 @@ from autovaruna.commands.printing import COLOURS, KINDS, show
 from autovaruna.commands.trace import Bar, read_bars
 from autovaruna.config.files import at_home, check_writable, write_whole
 from autovaruna.errors import ConfigError
+from autovaruna.log import readable
 from autovaruna.planner.deployment import Deployment, load
-from autovaruna.planner.infeasible import ranks_text, readable
+from autovaruna.planner.infeasible import ranks_text
 from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.planner.table import seconds
 from autovaruna.session.record import DEPLOYMENT, EVENTS

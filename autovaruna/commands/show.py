@@ -10,8 +10,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from autovaruna.commands.printing import add_json, show, show_json
+from autovaruna.log import readable
 from autovaruna.planner.deployment import Deployment, load
-from autovaruna.planner.infeasible import ranks_text, readable
+from autovaruna.planner.infeasible import ranks_text
 from autovaruna.planner.table import seconds
 
 EXAMPLE = "autovaruna show deployment.json"

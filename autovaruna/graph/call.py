@@ -19,7 +19,7 @@ from autovaruna.errors import InputError
 from autovaruna.graph.guards import Guards
 from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.precision import Precision, current_precision
-from autovaruna.graph.tree import Opaque, Tree, flatten
+from autovaruna.graph.tree import HidingLeaf, Tree, flatten
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MOST_KNOWN = 64
@@ -236,7 +236,7 @@ def outline(value: Any, tensors: list[Tensor]) -> Hashable:
 
 def _refuse_objects(tree: Tree, parameters: Sequence[inspect.Parameter]) -> None:
     for leaf in tree.walk():
-        if isinstance(leaf, Opaque):
+        if isinstance(leaf, HidingLeaf):
             raise InputError(
                 f"The argument {_joined(_keys(leaf.path, parameters))} is a {leaf.type_name}, which hides its tensors. "
                 "Expected tensors, or lists, tuples, mappings, dataclasses and plain objects of them: pass those that "

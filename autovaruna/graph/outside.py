@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, cached_property, partial, partialmethod
+from functools import cache, cached_property, lru_cache, partial, partialmethod
 from itertools import islice
 from pathlib import Path
 from threading import local
@@ -46,9 +46,6 @@ _IMMUTABLE_TYPE = 1 << 8
 MOST_ENTRIES, MOST_DEPTH = 1000, 6
 """Entries of a container that is looked into, or objects of a model, and how deep containers are followed."""
 _MOST_FUNCTIONS = 5000
-_LOAD_GLOBAL, _IMPORT, _EXTEND = (dis.opmap[name] for name in ("LOAD_GLOBAL", "IMPORT_NAME", "EXTENDED_ARG"))
-_IS_SHIFTED = sys.version_info >= (3, 11)
-"""Whether the lowest bit of a global's place among the names of its code says something else."""
 
 
 class _Attributes(Mapping[str, Any]):
@@ -213,8 +210,8 @@ class _Walk:
             names |= self._read_code(each, held) if isinstance(each, CodeType) else set()
         self.names |= names
         loaded, imported = _globals_in(code)
-        loaded |= names if "globals" in loaded else set()
-        self._take(f"{held.get('__name__')}:", held, loaded & held.keys(), names)
+        read = loaded | names if "globals" in loaded else loaded
+        self._take(f"{held.get('__name__')}:", held, {*read} & held.keys(), names)
         for name in sorted(imported & sys.modules.keys()):
             self.follow(name, sys.modules[name], names)
         return names
@@ -254,14 +251,11 @@ class _Walk:
                 self._take(f"{kind.__module__}:{kind.__qualname__}.", held, found, names, kind)
 
 
-def _globals_in(code: CodeType) -> tuple[set[str], set[str]]:
+@lru_cache(maxsize=_MOST_FUNCTIONS)
+def _globals_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the names of the globals that code reads, and of the modules that it imports."""
-    loaded, imported, high = set[str](), set[str](), 0
-    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        place = high << 8 | low
-        high = place if operation == _EXTEND else 0
-        if operation == _LOAD_GLOBAL:
-            loaded.add(code.co_names[place >> _IS_SHIFTED])
-        elif operation == _IMPORT:
-            imported.add(code.co_names[place])
-    return loaded, imported
+    found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "IMPORT_NAME": set()}
+    for each in dis.get_instructions(code):
+        if each.opname in found:
+            found[each.opname].add(each.argval)
+    return frozenset(found["LOAD_GLOBAL"]), frozenset(found["IMPORT_NAME"])

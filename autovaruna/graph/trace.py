@@ -34,7 +34,7 @@ from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import NO_TOTALS, TracedModel, classify, is_same_graph
-from autovaruna.graph.tree import Opaque
+from autovaruna.graph.tree import HidingLeaf
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
 def _check_computes(exported: Exported, name: str) -> None:
     if any(node.op == "call_function" for node in exported.module.graph.nodes):
         return
-    hiding = sorted({leaf.type_name for leaf in exported.output_tree.leaves if isinstance(leaf, Opaque)})
+    hiding = sorted({leaf.type_name for leaf in exported.output_tree.leaves if isinstance(leaf, HidingLeaf)})
     got = "a forward without operations"
     if hiding:
         got = f"a forward that returns nothing but {', '.join(hiding)}, which hides its tensors"

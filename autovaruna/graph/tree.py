@@ -86,7 +86,7 @@ class TensorLeaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opaque:
+class HidingLeaf:
     """A leaf whose class hides tensors (a key-value cache): it is not taken apart."""
 
     path: str
@@ -106,7 +106,7 @@ class CacheRecord(Record):
     """A key-value cache, or a layer of one, whose tensors stay on the stages."""
 
 
-Leaf = Constant | TensorLeaf | Opaque | Record
+Leaf = Constant | TensorLeaf | HidingLeaf | Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +157,10 @@ class Tree:
             else:
                 yield leaf
 
-    def unflatten(self, tensors: Iterable[Any], opaque: Callable[[Opaque | Constant], Any] | None = None) -> Any:
-        """Puts the structure together again around `tensors`, in order; `opaque` makes what hides some, and sizes."""
+    def unflatten(self, tensors: Iterable[Any], stand_in: Callable[[HidingLeaf | Constant], Any] | None = None) -> Any:
+        """Puts the structure together again around `tensors`, in order; `stand_in` makes what hides some, and sizes."""
         tensors = iter(tensors)
-        values = [_value(leaf, tensors, opaque) for leaf in self.leaves]
+        values = [_value(leaf, tensors, stand_in) for leaf in self.leaves]
         return values[0] if self.spec.is_leaf() else pytree.tree_unflatten(values, self.spec)
 
 
@@ -170,28 +170,28 @@ def _leaf_key(leaf: Leaf) -> str:
             return f"{type(value).__qualname__}:{words(value)}"
         case TensorLeaf():
             return "tensor"
-        case Opaque(_, type_name):
+        case HidingLeaf(_, type_name):
             return f"opaque:{type_name}"
         case Record(cls, fields, trees):
             own = "" if dataclasses.is_dataclass(cls) else f"{fields!r}:"
             return f"{cls.__qualname__}({own}{','.join(tree.key() for tree in trees)})"
 
 
-def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque | Constant], Any] | None) -> Any:
+def _value(leaf: Leaf, tensors: Iterator[Any], stand_in: Callable[[HidingLeaf | Constant], Any] | None) -> Any:
     match leaf:
         case Constant(value):
             is_size = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-            return opaque(leaf) if is_size and opaque is not None else value
+            return stand_in(leaf) if is_size and stand_in is not None else value
         case TensorLeaf():
             return next(tensors)
-        case Opaque():
-            assert opaque is not None
-            return opaque(leaf)
+        case HidingLeaf():
+            assert stand_in is not None
+            return stand_in(leaf)
         case Record(cls, fields, trees):
             is_dict = issubclass(cls, dict)
             record: Any = (dict if is_dict else object).__new__(cls)
             for field, tree in zip(fields, trees, strict=True):
-                (dict.__setitem__ if is_dict else object.__setattr__)(record, field, tree.unflatten(tensors, opaque))
+                (dict.__setitem__ if is_dict else object.__setattr__)(record, field, tree.unflatten(tensors, stand_in))
             return record
 
 
@@ -238,7 +238,7 @@ def _flatten_leaf(leaf: Any, path: str, levels: int, tensors: list[torch.Tensor]
     if fields is None and levels > 0:
         fields, levels = _attributes(leaf), levels - 1
     if fields is None:
-        return Opaque(path, type(leaf).__qualname__)
+        return HidingLeaf(path, type(leaf).__qualname__)
     parts = [
         flatten(each, path + _step(leaf, name), levels, opens_caches=opens_caches) for name, each in fields.items()
     ]
@@ -288,11 +288,11 @@ def _hides_tensors(value: Any, seen: set[int]) -> bool:
 class Undelivered:
     """Stands for an output that a pipeline does not deliver; any use of it raises and says so."""
 
-    def __init__(self, leaf: Opaque) -> None:
+    def __init__(self, leaf: HidingLeaf) -> None:
         self.__dict__["_leaf"] = leaf
 
     def __repr__(self) -> str:
-        leaf: Opaque = self.__dict__["_leaf"]
+        leaf: HidingLeaf = self.__dict__["_leaf"]
         return f"Undelivered({leaf.type_name} at {leaf.path})"
 
     def __getattr__(self, name: str) -> Any:
@@ -301,7 +301,7 @@ class Undelivered:
         self._refuse()
 
     def _refuse(self, *args: Any) -> NoReturn:
-        leaf: Opaque = self.__dict__["_leaf"]
+        leaf: HidingLeaf = self.__dict__["_leaf"]
         raise InputError(
             f"The output {leaf.path} is a {leaf.type_name}, whose tensors stay on the stages that made them. "
             "Expected outputs are tensors in tuples, lists, dicts or dataclasses; return those tensors, or turn the "

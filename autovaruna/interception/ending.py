@@ -1,7 +1,8 @@
 """Records the signals that ask a process to end, and has the end of a script, or of its threads, end all ranks.
 
 A script that comes to its end says goodbye and waits for the others. An error that nobody caught, in any thread, or
-`sys.exit` with a non-zero status, ends all ranks at once. Errors are shown in few lines.
+`sys.exit` with a non-zero status, ends all ranks at once. Errors are shown in few lines. Workers of a DataLoader, which
+a signal may reach as well, stay while their rank ends at a step's border.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
 
+from autovaruna._torch import WORKER_LOOP, run_worker, workers
 from autovaruna.errors import AutoVarunaError, RankError
 from autovaruna.interception.installed import ProcessPiece, Undo, put
-from autovaruna.interception.workers import SIGNALS, keep_workers
 from autovaruna.log import error_text, write_error
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a rank to end."""
 has_trained = False
 """Whether this process has made a step: until then a job that is asked to end has nothing to save."""
 _signals: set[signal.Signals] = set()
@@ -195,3 +198,21 @@ def _show_errors() -> Undo | None:
 
 
 ERRORS_IN_FEW_LINES = ProcessPiece(_show_errors)
+
+
+def keep_workers() -> Undo:
+    """Has workers that start from now on hear such signals from their rank alone, with which they end."""
+    return put(workers, WORKER_LOOP, _run_worker)
+
+
+def _run_worker(*args: Any) -> None:
+    """Runs a worker, forked or spawned: one of its threads takes the signals, for it alone sees who has sent them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_await_rank, args=(os.getppid(),), daemon=True).start()
+    run_worker(*args)
+
+
+def _await_rank(rank: int) -> None:
+    while signal.sigwaitinfo(SIGNALS).si_pid != rank:
+        pass
+    os._exit(0)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from itertools import chain
 from typing import Any, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
@@ -99,20 +98,14 @@ def _record_scaler(scaler: GradScaler) -> None:
         _num_recorded += 1
 
 
-def record_scalers_of_callers() -> None:
-    """Records scalers in variables of the functions that are running, or in attributes of what these hold."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        for value in chain(frame.f_locals.values(), frame.f_globals.values()):
-            for each in (value, *_attributes(value)):
-                if isinstance(each, GradScaler):
-                    _record_scaler(each)
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _attributes(value: Any) -> Iterator[Any]:
-    own = getattr(value, "__dict__", None)
-    return iter(list(own.values())) if isinstance(own, dict) and not isinstance(value, type(sys)) else iter(())
+def record_scalers() -> None:
+    """Records the scalers that the program has made before `SCALERS` saw to it: those that refer to their class."""
+    kinds: list[type] = [GradScaler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for each in gc.get_referrers(*kinds):
+        if isinstance(each, GradScaler):
+            _record_scaler(each)
 
 
 def _watch_scalers() -> Undo:

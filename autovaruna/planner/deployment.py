@@ -21,8 +21,8 @@ from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, par
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import AutoVarunaError, DeploymentError, PlanError
 from autovaruna.graph.records import Graph
+from autovaruna.log import readable
 from autovaruna.planner.arrays import Costs, RangeTables
-from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import RankOrders, pipeline_of, policy_of, representative
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autovaruna.errors import PlanError
+from autovaruna.log import readable
 from autovaruna.planner.arrays import Array, RangeTables
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import SizedProblem
@@ -185,12 +186,3 @@ def _memory_to_give(problem: Problem, needed_bytes: float) -> str:
     model_bytes = needed_bytes - problem.cluster.process_bytes  # which comes on top of a limit
     amount = readable(model_bytes / (1.0 - margin) * 1.006)  # no less than that once it is rounded to three digits
     return f"give {whom} {amount} or more (memory_limit_bytes{left})"
-
-
-def readable(num_bytes: float) -> str:
-    """Returns bytes as a person writes them: ``1.5 GiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.{3 + (num_bytes >= 999.5)}g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.infeasible import ranks_text, readable
+from autovaruna.log import readable
+from autovaruna.planner.infeasible import ranks_text
 from autovaruna.planner.prediction import fold, pipeline_of, policy_of, representative
 from autovaruna.planner.records import Plan
 from autovaruna.schedule.bound import lower_bound

@@ -417,29 +417,40 @@ def describe(error: BaseException) -> str:
 Result = TypeVar("Result")
 
 
-def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> Result:
-    """Returns what `act`, which talks to no other rank, returns; an error on one rank is an error on all. Collective.
-
-    If it `waits`, ranks that are done wait for those that are still at work, however long.
-    """
+def on_all(
+    world: World, act: Callable[[], Result], what: str, *, fails_as: type[AutoVarunaError] | None = None
+) -> Result:
+    """Returns what `act`, which talks to no other rank, returns; else as `gather_on_all`. Collective."""
     results: list[Result] = []
-    gather_on_all(world, lambda: results.append(act()), what, waits=waits)
+    gather_on_all(world, lambda: results.append(act()), what, fails_as=fails_as)
     return results[0]
 
 
-def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
-    """Returns on every rank what `act` returns on rank 0; an error there is an error on all. Collective."""
-    return gather_on_all(world, lambda: act() if world.rank == 0 else None, what)[0]  # type: ignore[return-value]
+def on_first(
+    world: World, act: Callable[[], Result], what: str, *, fails_as: type[AutoVarunaError] | None = None
+) -> Result:
+    """Returns on every rank what `act` returns on rank 0; else as `gather_on_all`. Collective."""
+    there = act if world.rank == 0 else lambda: None
+    return gather_on_all(world, there, what, fails_as=fails_as)[0]  # type: ignore[return-value]
 
 
-def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> list[Result]:
-    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective."""
+def gather_on_all(
+    world: World, act: Callable[[], Result], what: str, *, fails_as: type[AutoVarunaError] | None = None
+) -> list[Result]:
+    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective.
+
+    With `fails_as`, as of files, `act` may take long and raise anything: ranks that are done wait for those that are
+    still at work, and what is no error of AutoVaruna's becomes one of this kind, the same to catch on every rank.
+    """
     result: Result | None = None
     error: Exception | None = None
     try:
         result = act()
     except Exception as raised:
         error = raised
-    if waits:
+        if fails_as is not None and not isinstance(raised, AutoVarunaError):
+            error = fails_as(f"{what} failed: {type(raised).__name__}: {raised!s:.500}")
+            error.__cause__ = raised
+    if fails_as is not None:
         world.barrier(what)
     return world.agree(error, what, result)

@@ -18,7 +18,7 @@ from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tree import Constant, Opaque, Undelivered
+from autovaruna.graph.tree import Constant, HidingLeaf, Undelivered
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
@@ -180,16 +180,18 @@ class Engine:
         step = WholeStep(call, self._rank, factor) if is_whole else SplitStep(call, self._rank)
         outputs = step.run(self.placement)
         delivered: list[Any] = [
-            Undelivered(Opaque(spec.path, "tensor")) if output is None else output
+            Undelivered(HidingLeaf(spec.path, "tensor")) if output is None else output
             for output, spec in zip(outputs, traced.outputs, strict=True)
         ]
         own = batch.num_samples_of(self.world.rank)
 
-        def other(leaf: Opaque | Constant) -> Any:
+        def other(leaf: HidingLeaf | Constant) -> Any:
+            if isinstance(leaf, HidingLeaf):
+                return Undelivered(leaf)
             try:
-                return Undelivered(leaf) if isinstance(leaf, Opaque) else traced.sizes.in_call(leaf.value, own, lengths)
+                return traced.sizes.in_call(leaf.value, own, lengths)
             except TypeError:  # numbers in tensors say what it is
-                return Undelivered(Opaque("that is counted in a tensor", "number"))
+                return Undelivered(HidingLeaf("that is counted in a tensor", "number"))
 
         return traced.output_tree.unflatten(delivered, other)
 

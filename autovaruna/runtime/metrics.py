@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autovaruna._torch import foreach_norm
-from autovaruna.planner.infeasible import readable
+from autovaruna.log import readable
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_STEPS = 8  # after each of which ranks send their seconds and memory; later about once in these seconds:
@@ -55,6 +55,56 @@ class StepSeconds(NamedTuple):
     optimizer: float
 
 
+class _Number:
+    """The loss of a step, or what is finite if its gradient is: looked at when it is asked for, or in the next step."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._value: float | None = None
+        self._where: Callable[[], str] = str
+        self.is_loss = self._has_warned = False
+
+    def put(self, tensor: Tensor | None, where: Callable[[], str], is_loss: bool) -> None:
+        self._tensor, self._where, self.is_loss, self._value = tensor, where, is_loss, None
+
+    def resolve(self, step: int) -> float | None:
+        if self._tensor is not None:
+            self._value, self._tensor = float(self._tensor.item()), None
+            if not math.isfinite(self._value) and not self._has_warned and (words := self._where()):
+                self._has_warned = True
+                logger.warning("step %d: %s; told once, model.metrics.is_finite says it of every step", step, words)
+            self._where = str  # lets the step go
+        return self._value
+
+
+class _GradientNorm:
+    """The sum of squares of all gradients, `known` with its step; measured where it `is_due`, for somebody asks."""
+
+    def __init__(self) -> None:
+        self.known: tuple[int, float] | None = None
+        self.is_wanted, self.is_due = True, False
+        self._own: tuple[int, Tensor] | None = None
+        self._seconds = self._ended = 0.0
+
+    def may_be_due(self) -> bool:
+        """Whether it is wanted, and the last one took little of the time since."""
+        return self.is_wanted and self._seconds <= _SHARE_FOR_NORM * (perf_counter() - self._ended)
+
+    def measure(self, step: int, gradients: Sequence[Tensor], is_alone: bool) -> None:
+        began = perf_counter()
+        squares = sum_of_squares(gradients)
+        self._own, self.is_due, self.is_wanted = (step, squares), False, False
+        if is_alone:
+            self.known, self._own = (step, float(squares)), None
+        self._ended = perf_counter()
+        self._seconds = self._ended - began
+
+    def pop(self) -> tuple[float, float]:
+        """Returns the step and the sum of this rank, or zeros, to be sent once."""
+        own, self._own = self._own, None
+        return (0.0, 0.0) if own is None else (float(own[0]), float(own[1]))
+
+
 class Metrics:
     """The last step of a model that went backward, as this rank knows it; None: not known.
 
@@ -81,10 +131,7 @@ class Metrics:
         self.rank_seconds: dict[int, StepSeconds] = {}
         self.rank_memory_bytes: dict[int, float] = {}
         self.on_step: Callable[[], None] | None = None  # called when a step has ended
-        self._number: Tensor | None = None
-        self._value: float | None = None
-        self._where: Callable[[], str] = str
-        self._is_loss = self._has_warned = False
+        self._number, self._norm = _Number(), _GradientNorm()
         self._rank, self._num_ranks, self._is_plain = 0, 1, True
         self._parameters: Callable[[], Parameters | None] = lambda: None
         self._memory: Callable[[], float | None] = lambda: None
@@ -96,21 +143,17 @@ class Metrics:
         self._began = self._optimizer_began = 0.0
         self._ended: float | None = None
         self._before = self._before_optimizer = self._totals()
-        self._norm: tuple[int, float] | None = None
-        self._own_norm: tuple[int, Tensor] | None = None
-        self._wants_norm, self._is_norm_due = True, False
-        self._norm_seconds, self._norm_ended = 0.0, 0.0
         self._numbers: tuple[float, ...] | None = None
 
     @property
     def loss(self) -> float | None:
         """The loss of the global batch; None where the script computes it."""
-        return self._resolve() if self._is_loss else None
+        return self._number.resolve(self.step) if self._number.is_loss else None
 
     @property
     def is_finite(self) -> bool | None:
         """Whether the loss is, or the gradient that came from a loss of the script's own; None: it is not known."""
-        value = self._resolve()
+        value = self._number.resolve(self.step)
         return None if value is None else math.isfinite(value)
 
     @property
@@ -120,13 +163,13 @@ class Metrics:
         That is the last step on one process, else as a rule the one before. It is measured while somebody asks, and in
         every step unless that would take more than 0.4 % of the time.
         """
-        self._wants_norm = True
-        return None if self._norm is None else math.sqrt(self._norm[1])
+        self._norm.is_wanted = True
+        return None if self._norm.known is None else math.sqrt(self._norm.known[1])
 
     @property
     def gradient_norm_step(self) -> int | None:
         """The step of `gradient_norm`."""
-        return None if self._norm is None else self._norm[0]
+        return None if self._norm.known is None else self._norm.known[0]
 
     def to_dict(self) -> dict[str, float]:
         """Returns all that is known as numbers by name, as trackers take them."""
@@ -144,8 +187,8 @@ class Metrics:
         """Returns a line for each kind of number that is known."""
         rows = [("step", [str(self.step)]), ("loss", _texts("{:.6g}", self.loss))]
         rows.append(("gradient norm", _texts("{:.6g}", self.gradient_norm)))
-        if self._norm is not None and self._norm[0] != self.step:
-            rows[-1][1].append(f"(of step {self._norm[0]})")
+        if self.gradient_norm_step not in (None, self.step):
+            rows[-1][1].append(f"(of step {self.gradient_norm_step})")
         rows.append(("learning rate", _texts("{:.6g}", *self.learning_rates)))
         rates = ("samples/s", self.samples_per_second), ("tokens/s", self.tokens_per_second)
         rows.append(("throughput", [f"{value:,.6g} {unit}" for unit, value in rates if value is not None]))
@@ -203,13 +246,14 @@ class Metrics:
                 script goes on: it is looked at when it is asked for, or in the next step.
             where: Says where it was found, in words; empty: not on this rank.
         """
-        self._resolve()
+        self._number.resolve(self.step)
         if self._pending is not None:
             self._samples, self._tokens = self._samples + self._pending[0], self._tokens + self._pending[1]
             self._num_calls, self._pending = self._num_calls + 1, None
-        self.step, self._number, self._is_loss, self._where, self._value = step, number, is_loss, where, None
+        self.step = step
+        self._number.put(number, where, is_loss)
         if number is not None and number.is_cpu:
-            self._resolve()
+            self._number.resolve(step)
 
     @property
     def accounted_seconds(self) -> float:
@@ -231,20 +275,14 @@ class Metrics:
 
     def before_clipping(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Measures the norm of gradients, if it is due, before those of `parameters`, if they are ours, change."""
-        is_due = self._is_norm_due or (self._is_plain and self._wants_norm and self._may_measure_norm())
-        if not is_due or not self._num_calls:
+        norm = self._norm
+        if not (norm.is_due or (self._is_plain and norm.may_be_due())) or not self._num_calls:
             return
         known = self._parameters()
         every, changing = [] if known is None else list(known()), set(map(id, parameters or ()))
         if parameters is not None and not any(id(each) in changing for each in every):
             return
-        began = perf_counter()
-        squares = sum_of_squares([each.grad for each in every if each.grad is not None])
-        self._own_norm, self._is_norm_due, self._wants_norm = (self.step, squares), False, False
-        if self._num_ranks == 1:
-            self._norm, self._own_norm = (self.step, float(squares)), None
-        self._norm_ended = perf_counter()
-        self._norm_seconds = self._norm_ended - began
+        norm.measure(self.step, [each.grad for each in every if each.grad is not None], self._num_ranks == 1)
 
     def report(self) -> tuple[bool, tuple[float, ...]]:
         """Returns what this rank sends the others with its call: whether it wants the norm, and numbers.
@@ -252,22 +290,18 @@ class Metrics:
         As a rule there are none. They are a step and the sum of squares of the gradients that this rank counts, or
         zeros, then its seconds and its memory, or nothing.
         """
-        norm = (0.0, 0.0) if self._own_norm is None else (float(self._own_norm[0]), float(self._own_norm[1]))
-        numbers, self._own_norm, self._numbers = self._numbers, None, None
-        wants_norm = self._wants_norm and self._may_measure_norm()
+        wants_norm, norm = self._norm.may_be_due(), self._norm.pop()
+        numbers, self._numbers = self._numbers, None
         return wants_norm, (*norm, *(numbers or ())) if norm[0] or numbers else ()
 
     def collect(self, wants_norm: bool, reports: Sequence[tuple[float, ...]]) -> None:
         """Takes what all ranks have sent with one call, and whether any wants the norm."""
-        self._is_norm_due |= wants_norm
+        self._norm.is_due |= wants_norm
         if all(each and each[0] for each in reports):
-            self._norm = int(reports[0][0]), sum(each[1] for each in reports)
+            self._norm.known = int(reports[0][0]), sum(each[1] for each in reports)
         for rank, each in enumerate(reports):
             if each[2:]:
                 self._show(rank, each[2:])
-
-    def _may_measure_norm(self) -> bool:
-        return self._norm_seconds <= _SHARE_FOR_NORM * (perf_counter() - self._norm_ended)
 
     def _totals(self) -> tuple[float, float, float, float]:
         return self.work_seconds, self.bubble_seconds, self.message_seconds, self.sum_seconds
@@ -303,17 +337,6 @@ class Metrics:
         self.rank_seconds[rank] = StepSeconds(*numbers[:-1])
         if numbers[-1] != _UNKNOWN:
             self.rank_memory_bytes[rank] = numbers[-1]
-
-    def _resolve(self) -> float | None:
-        if self._number is not None:
-            self._value, self._number = float(self._number.item()), None
-            if not math.isfinite(self._value) and not self._has_warned and (words := self._where()):
-                self._has_warned = True
-                logger.warning(
-                    "step %d: %s; told once, model.metrics.is_finite says it of every step", self.step, words
-                )
-            self._where = str  # lets the step go
-        return self._value
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

@@ -39,6 +39,7 @@ _KNOWN = frozenset(
     + ("rand_like", "randn_like", "randint_like")
 )
 """Makes numbers that follow from no number of the tensor."""
+_OF_NUMBERS = ("backward", "data_ptr", "storage", "untyped_storage", "equal", "allclose", "__reduce_ex__")
 _DRAWS_BY_VALUE = frozenset(
     ("binomial", "multinomial", "poisson", "rrelu_with_noise", "rrelu_with_noise_")
     + ("_sample_dirichlet", "_standard_gamma")
@@ -203,9 +204,8 @@ class _Operation:
         if getattr(self._func, "__module__", "") == nn.init.__name__:
             _initialise(self._func, self._kwargs)
             return self._first
-        special = getattr(self, f"_on{self._name}", None)
-        if special is not None:
-            return special()
+        if self._name in _SPECIAL:
+            return _SPECIAL[self._name](self)
         if self._name.startswith(("_foreach_", "_fused_")):
             return self._for_each()
         if self._name in _MOVES:
@@ -359,13 +359,11 @@ class _Operation:
         found = iter(grad(**(given | {"inputs": here})) if here else ())
         return tuple(torch.empty_like(each) if isinstance(each, RemoteTensor) else next(found) for each in inputs)
 
-    def _on__repr__(self) -> str:
+    def show(self) -> str:
         owner, home = self._first, self._home
         return f"(elsewhere: {home.name}, shape {tuple(owner.shape)}, {owner.dtype}, held by ranks {list(home.ranks)})"
 
-    _on__format__ = _on__repr__
-
-    def _on__deepcopy__(self) -> Tensor:
+    def deepcopy(self) -> Tensor:
         owner, memo = self._args
         if id(owner) not in memo:
             made = remote_like(owner, self._home)
@@ -374,11 +372,6 @@ class _Operation:
             memo[id(owner)] = made
         copied: Tensor = memo[id(owner)]
         return copied
-
-    def _on__reduce_ex__(self) -> NoReturn:
-        self.refuse()
-
-    _onbackward = _ondata_ptr = _onstorage = _onuntyped_storage = _onequal = _onallclose = _on__reduce_ex__
 
     def refuse(self, cause: Exception | None = None) -> NoReturn:
         """Raises an error that says whose numbers are asked for."""
@@ -393,6 +386,14 @@ class _Operation:
             "done to one parameter after the other may leave out those with is_meta. Where a library does it, as in a "
             "callback, pass num_stages=1: each rank then has the whole model."
         ) from cause
+
+
+_SPECIAL: dict[str, Callable[[_Operation], Any]] = {
+    **dict.fromkeys(_OF_NUMBERS, _Operation.refuse),
+    **dict.fromkeys(("__repr__", "__format__"), _Operation.show),
+    "__deepcopy__": _Operation.deepcopy,
+}
+"""What is done for an operation by its name alone."""
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -103,8 +103,8 @@ class LossScale:
         """
         if self._scaler is None and self._unseen_factor not in (None, scaler.get_scale()):
             raise InputError(
-                "A GradScaler unscales float16 gradients that were made without its scale: got one that was made "
-                "before the model was wrapped, and that nothing had shown before. Pass it: AutoVaruna(model, "
+                "A GradScaler unscales float16 gradients that were made without its scale: got one that was not there "
+                "when the model was called. Expected it before: make it sooner, or pass it: AutoVaruna(model, "
                 "optimizer, scaler=scaler)."
             )
         self._known = ref(scaler)

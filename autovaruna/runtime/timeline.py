@@ -55,9 +55,7 @@ def account(
             messages += max(0.0, ready - max(begin, left))
         overhead = sum(later[1] - earlier[3] for earlier, later in pairwise(row))
         reduce = max(0.0, end - last) if row else 0.0
-        idle = max(0.0, step - own - messages - overhead - reduce)
-        imbalance = min(idle, max(work) - own)
-        lost.append(LostTime(own, messages, reduce, overhead, 0.0, imbalance, idle - imbalance))
+        lost.append(LostTime.of(step, max(work) - own, own, messages, reduce, overhead, 0.0))
     return step, lost
 
 

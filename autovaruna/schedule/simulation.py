@@ -60,6 +60,15 @@ class LostTime:
     imbalance_seconds: float
     bubble_seconds: float
 
+    @classmethod
+    def of(
+        cls, step: float, spare: float, work: float, messages: float, reduce: float, overhead: float, optimizer: float
+    ) -> LostTime:
+        """Returns where a step went on a rank with `spare` seconds less work than the busiest: the rest is idle."""
+        idle = max(0.0, step - work - messages - reduce - overhead - optimizer)
+        imbalance = min(idle, spare)
+        return cls(work, messages, reduce, overhead, optimizer, imbalance, idle - imbalance)
+
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by what to call them in a table."""
@@ -119,10 +128,8 @@ class Simulation:
         messages = sum(_message_waits(acts))
         ended, mine = acts[-1][1] if acts else 0.0, self._reductions_of[rank]
         reduce = sum(max(0.0, each.end_seconds - max(ended, each.start_seconds)) for each in mine)
-        optimizer = self.optimizer_seconds[rank]
-        idle = self.step_seconds - work - messages - reduce - overhead - optimizer
-        imbalance = min(max(idle, 0.0), max(self._busy_seconds) - self._busy_seconds[rank])
-        return LostTime(work, messages, reduce, overhead, optimizer, imbalance, idle - imbalance)
+        spare, optimizer = max(self._busy_seconds) - self._busy_seconds[rank], self.optimizer_seconds[rank]
+        return LostTime.of(self.step_seconds, spare, work, messages, reduce, overhead, optimizer)
 
     @cached_property
     def _busy_seconds(self) -> list[float]:

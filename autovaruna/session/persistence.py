@@ -7,14 +7,15 @@ import os
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from autovaruna.checkpoint.folder import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import SaveOptions, Saver, available_bytes
 from autovaruna.checkpoint.source import CheckpointSource
 from autovaruna.checkpoint.state import Content, ModelInTraining
-from autovaruna.errors import InputError, OrderError
+from autovaruna.errors import CheckpointError, InputError, OrderError
+from autovaruna.ranks.world import on_all
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
 from autovaruna.session.device import find_device
@@ -96,12 +97,14 @@ class Persistence:
         self.wait()
         with ExitStack() as locks:
             loading = Loading(find(locks), scaler, lr_scheduler)
-            together(world, lambda: loading.check(subject, is_strict), "comparing a checkpoint with the model")
+            check, what = partial(loading.check, subject, is_strict), "comparing a checkpoint with the model"
+            on_all(world, check, what, fails_as=CheckpointError)
             if world.rank == 0:
                 loading.remark(subject)
             self.pending = self._read(subject, loading)
             self.seed, run.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
-            info = together(world, lambda: loading.load_rest(world.rank), "loading a checkpoint")
+            load = partial(loading.load_rest, world.rank)
+            info = on_all(world, load, "loading a checkpoint", fails_as=CheckpointError)
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()
@@ -212,4 +215,4 @@ def _read_part(subject: ModelInTraining, loading: Loading, weights: bool, optimi
         if optimizer:
             loading.load_optimizer(subject, with_state)
 
-    together(subject.world, act, "reading a checkpoint")
+    on_all(subject.world, act, "reading a checkpoint", fails_as=CheckpointError)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.guards import Guards
-from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
+from autovaruna.graph.tree import HidingLeaf, Undelivered, flatten, words
 from tests.catalogue.small import Written
 from tests.graph.models import call_of, traced
 
@@ -197,13 +197,13 @@ def test_an_opaque_leaf_is_asked_for() -> None:
     tensors, tree = flatten((A, Plain([{"keys": torch.ones(2)}])), "output")
     assert len(tensors) == 1 and tree.tensor_paths() == ["output[0]"]
     again = tree.unflatten(tensors, lambda leaf: leaf)
-    assert again == (A, Opaque("output[1]", "Plain"))
+    assert again == (A, HidingLeaf("output[1]", "Plain"))
 
 
 @pytest.mark.parametrize("use", [lambda it: it.layers, lambda it: it[0], list, len])
 def test_an_undelivered_output_says_so_when_used(use: Any) -> None:
     """Nothing silently differs: the stand-in prints, and any use raises with what to do."""
-    stand_in = Undelivered(Opaque("output.past", "Cache"))
+    stand_in = Undelivered(HidingLeaf("output.past", "Cache"))
     assert repr(stand_in) == "Undelivered(Cache at output.past)"
     with pytest.raises(InputError, match=r"output\.past is a Cache.*use_cache=False"):
         use(stand_in)

@@ -180,20 +180,6 @@ def test_replicas_follow_the_first(name: str) -> None:
     measure(case)
 
 
-def judging(self: Any, x: Tensor) -> Tensor:
-    """Branches on numbers, and shrinks its weight past autograd."""
-    if x.sum() > 1e9:
-        return x
-    self.weight.data.mul_(0.9)
-    return F.linear(x, self.weight)
-
-
-def test_a_module_that_is_kept_whole_may_not_change_its_parameters() -> None:
-    """Neither a later micro-batch nor a recompute would know."""
-    kept = Written(judging, weight=nn.Parameter(torch.eye(WIDTH)))
-    refuse(layers(with_module, slow=kept), "cannot be traced at")
-
-
 class Optioned(nn.Module):
     """Has a number, a flag and a text that forward reads, and a module that it counts nothing of."""
 

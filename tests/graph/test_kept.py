@@ -286,8 +286,8 @@ def evaluating(self: Any, x: Tensor) -> Tensor:
 
 
 def growing(layer: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        layer.weight.mul_(1.01 if x.max().item() < 100 else 1.0)
+    """Changes its weight past autograd: neither a later micro-batch nor a recompute would know."""
+    layer.weight.data.mul_(1.01 if x.max().item() < 100 else 1.0)
     return layer(x)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.infeasible import readable
+from autovaruna.log import readable
 from autovaruna.planner.rank_memory import peak_of_instructions
 from autovaruna.planner.records import Peak, together
 from autovaruna.planner.search import make_plan, plan_and_choices

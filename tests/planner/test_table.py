@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from autovaruna.planner.infeasible import readable
+from autovaruna.log import readable
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, module_range, plan_table, seconds, summary
 from tests.planner.cases import make_graph, make_problem

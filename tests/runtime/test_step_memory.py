@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autovaruna.runtime.executor import compact
-from autovaruna.runtime.in_flight import Stash
+from autovaruna.runtime.executor import Stash, compact
 from tests.catalogue import PLAIN
 from tests.reference import compare, plain_steps, sgd
 from tests.session.training import Setup, train

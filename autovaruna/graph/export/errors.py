@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,10 @@ DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what
 _DRAWS = re.compile(r"\b(random|np|numpy|randint|uniform|choice|shuffle)\b *[.(]")
 _NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
 _TRANSFORM = "function transform of torch.func"
+_WITHOUT_TRANSFORMS = (
+    ". Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the line "
+    f"{_INTO} as one operation, or write it with ordinary operations."
+)
 TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
 """What is said where the numbers in a tensor are wanted, and a trace has none."""
@@ -224,46 +228,14 @@ def explain(
                 own.add_note(str(found))
         return found
     where = where_raised(error)
-    if _OF_KEYS in str(error):
-        text = (
-            "a length that has no fixed number in a trace, that of the batch or one that numbers in tensors decide, is "
-            "hashed there, as a key of a dict, a member of a set, or an argument of a cached function. Expected "
-            "lengths that are compared and computed with. Leave the set or the cache out, move the line out of "
-            f"forward, or {_INTO} as one operation; if it is the batch size, dynamic_batch=False fixes that."
-        )
-    elif _uses_transform(error):
-        is_said = _TRANSFORM in str(error)
-        reason = first_line(error) if is_said else f"it uses a {_TRANSFORM}, inside of which a trace stops"
-        text = (
-            f"{reason}. Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the "
-            f"line {_INTO} as one operation, or write it with ordinary operations."
-        )
-    elif is_dynamic and is_about_batch(error):
+    if is_dynamic and is_about_batch(error) and _OF_KEYS not in str(error) and not _uses_transform(error):
         reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixed_at)
         return refuse_batch_size(model, call, fixed_at or where, reason)
-    elif _is_about_data(error) and _NUMPY.search(where):
-        text = (
-            "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "
-            f"torch, such as torch.sign(x) for np.sign(x); or move the line {_INTO} as one operation."
-        )
-    elif isinstance(error, InModuleError) and str(error) == DRAWN:
+    if isinstance(error, InModuleError) and str(error) == DRAWN:
         where = line_with(_DRAWS, model.get_submodule(error.path))
-        text = (
-            f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
-            "into a submodule, which is then kept whole, and draws alike on all ranks."
-        )
-    elif _OF_LENGTHS in str(error):
-        text = (
-            "a length there follows from the numbers in a tensor (as that of torch.bincount, unique or nonzero does), "
-            "and a trace has none. Expected lengths that shapes tell: F.one_hot(y, C).sum(0) for torch.bincount(y, "
-            f"minlength=C), torch.where for a selection; or move the lines {_INTO}."
-        )
-    else:
-        text = (
-            f"{reason_of(error)}. Expected a forward whose Python control flow does not depend on the numbers in "
-            f"tensors. Replace the branch by torch.where, move it out of forward, or {_INTO} as one "
-            "operation."
-        )
+    text = next(text for applies, text in _REASONS if applies(error, where)).format(
+        line=first_line(error), reason=reason_of(error)
+    )
     return TraceError(f"{name} cannot be traced{where}: {text}")
 
 
@@ -282,6 +254,44 @@ def _uses_transform(error: BaseException) -> bool:
 
 def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
     return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
+
+
+_REASONS: tuple[tuple[Callable[[Exception, str], bool], str], ...] = (
+    (
+        lambda error, where: _OF_KEYS in str(error),
+        "a length that has no fixed number in a trace, that of the batch or one that numbers in tensors decide, is "
+        "hashed there, as a key of a dict, a member of a set, or an argument of a cached function. Expected "
+        "lengths that are compared and computed with. Leave the set or the cache out, move the line out of "
+        f"forward, or {_INTO} as one operation; if it is the batch size, dynamic_batch=False fixes that.",
+    ),
+    (lambda error, where: _TRANSFORM in str(error), "{line}" + _WITHOUT_TRANSFORMS),
+    (
+        lambda error, where: _uses_transform(error),
+        f"it uses a {_TRANSFORM}, inside of which a trace stops{_WITHOUT_TRANSFORMS}",
+    ),
+    (
+        lambda error, where: _is_about_data(error) and _NUMPY.search(where) is not None,
+        "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "
+        f"torch, such as torch.sign(x) for np.sign(x); or move the line {_INTO} as one operation.",
+    ),
+    (
+        lambda error, where: isinstance(error, InModuleError) and str(error) == DRAWN,
+        f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
+        "into a submodule, which is then kept whole, and draws alike on all ranks.",
+    ),
+    (
+        lambda error, where: _OF_LENGTHS in str(error),
+        "a length there follows from the numbers in a tensor (as that of torch.bincount, unique or nonzero does), "
+        "and a trace has none. Expected lengths that shapes tell: F.one_hot(y, C).sum(0) for torch.bincount(y, "
+        f"minlength=C), torch.where for a selection; or move the lines {_INTO}.",
+    ),
+    (
+        lambda error, where: True,
+        "{reason}. Expected a forward whose Python control flow does not depend on the numbers in tensors. Replace "
+        f"the branch by torch.where, move it out of forward, or {_INTO} as one operation.",
+    ),
+)
+"""By what stopped a trace, and at which line: what to write instead, `reason` or `line` of the error in it."""
 
 
 def reason_of(error: Exception) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -53,8 +53,8 @@ from autovaruna.graph.export.watchers import pop_watched, restart
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
-from autovaruna.graph.opaque.functions import kept_functions
-from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, kept_whole, place_modules
+from autovaruna.graph.opaque.functions import opaque_functions
+from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, opaque_calls, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.outside import OutsidePlace
 from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_modes
@@ -79,10 +79,10 @@ from autovaruna.log import warn_once
 _FAR = 2**16 - 1
 """The largest batch that batch normalisations take on a GPU, one by one, when a model is evaluated."""
 logger = logging.getLogger(__name__)
-_KEPT = "what is kept whole is tried for one length alone"
+_OF_ONE_LENGTH = "what is kept whole is tried for one length alone"
 
 
-def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str]) -> frozenset[str]:
+def failing_modules(error: BaseException, model: nn.Module, opaque: Collection[str]) -> frozenset[str]:
     """Returns the paths of the modules to keep whole after a trace has stopped; empty: the model itself stopped it.
 
     Modules of one class stop a trace for one reason, as a rule, so all of the class are kept. If one that is kept stops
@@ -90,12 +90,12 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
     """
     paths = _paths_of(model)
     for path in [error.path] if isinstance(error, InModuleError) else _running(error, paths):
-        if path and path not in kept:
+        if path and path not in opaque:
             kind = type(model.get_submodule(path))
             alike = {name for name, module in model.named_modules() if type(module) is kind and name}
-            is_own = not kind.__module__.startswith("torch.") and not any(_is_inside(each, path) for each in kept)
+            is_own = not kind.__module__.startswith("torch.") and not any(_is_inside(each, path) for each in opaque)
             wanted = alike if is_own else {path}
-            return outermost({*kept, *wanted})
+            return outermost({*opaque, *wanted})
         if not path:
             break
     return frozenset()
@@ -106,11 +106,11 @@ def _paths_of(model: nn.Module) -> dict[int, str]:
     return {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
 
 
-def fixing_module(sizes: SizeWatch, model: nn.Module, kept: Collection[str]) -> InModuleError | None:
+def fixing_module(sizes: SizeWatch, model: nn.Module, opaque: Collection[str]) -> InModuleError | None:
     """Returns the error of the innermost module that fixes the batch size and is not kept; None: the model does."""
     paths = _paths_of(model)
     running = [paths.get(id(module.__dict__)) for module in sizes.fixed_in]
-    path = next((path for path in running if path is not None and path not in kept), "")
+    path = next((path for path in running if path is not None and path not in opaque), "")
     return InModuleError(path, f"it fixes the batch size{sizes.fixed_at}") if path else None
 
 
@@ -141,8 +141,8 @@ def _is_inside(path: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class KeptWhole:
-    """What is kept whole.
+class OpaqueParts:
+    """What is opaque: kept whole, as one operation that runs as it is.
 
     Attributes:
         operations: functions of torch and of TorchScript, with names; ``cdist`` chooses its algorithm by the batch
@@ -164,27 +164,27 @@ class KeptWhole:
 class RetryError(Exception):
     """Says what the next trace has to keep whole, and how to refuse the model if that is not possible either."""
 
-    def __init__(self, kept: KeptWhole, refusal: TraceError | None = None) -> None:
+    def __init__(self, opaque: OpaqueParts, refusal: TraceError | None = None) -> None:
         super().__init__()
-        self.kept, self.refusal = kept, refusal
+        self.opaque, self.refusal = opaque, refusal
 
 
 def next_attempt(
-    error: Exception, model: nn.Module, kept: KeptWhole, function: NamedFunction | None
-) -> KeptWhole | None:
+    error: Exception, model: nn.Module, opaque: OpaqueParts, function: NamedFunction | None
+) -> OpaqueParts | None:
     """Returns what to try after an error: first to show that it is a trace, then to keep what stopped it whole."""
-    if kept.may_show_tracing and not isinstance(error, InModuleError):
-        return replace(kept, shows_tracing=True, may_show_tracing=False, hidden_error=str(error))
-    is_other = kept.shows_tracing and str(error) != kept.hidden_error  # it is an error of the library's own path
-    kept = replace(kept, shows_tracing=False, may_show_tracing=False)
-    if modules := failing_modules(error, model, kept.modules):
+    if opaque.may_show_tracing and not isinstance(error, InModuleError):
+        return replace(opaque, shows_tracing=True, may_show_tracing=False, hidden_error=str(error))
+    is_other = opaque.shows_tracing and str(error) != opaque.hidden_error  # it is an error of the library's own path
+    opaque = replace(opaque, shows_tracing=False, may_show_tracing=False)
+    if modules := failing_modules(error, model, opaque.modules):
         if is_other:
-            return kept
-        _warn(model, sorted(modules - kept.modules), error)
-        return replace(kept, modules=modules)
-    if function and function not in kept.operations:
+            return opaque
+        _warn(model, sorted(modules - opaque.modules), error)
+        return replace(opaque, modules=modules)
+    if function and function not in opaque.operations:
         _warn(model, [function[0]], error)
-        return replace(kept, operations=kept.operations | {function})
+        return replace(opaque, operations=opaque.operations | {function})
     return None
 
 
@@ -213,17 +213,7 @@ class FlatCall(nn.Module):
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
         numbers = plain_state(self.model) | numbers_in(self.outside)
         held = [(path, module, dict(vars(module))) for path, module in self.model.named_modules()]
-        with hidden_state(self.model, attempt.kept.counted, self.outside) as changes, ExitStack() as stack:
-            hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
-            idioms = self.idioms, self.idioms.scripted_functions()
-            for context in (
-                refused_draws(self.model, self.outside),
-                *hidden,
-                unchecked_distributions(),
-                conversions(),
-                *idioms,
-            ):
-                stack.enter_context(context)
+        with hidden_state(self.model, attempt.opaque.counted, self.outside) as changes, self._as_on_numbers():
             returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
@@ -237,6 +227,16 @@ class FlatCall(nn.Module):
         attempt.reports.append((tree, left, changes, sets))
         parameters = set(map(id, self.model.parameters()))  # one that is returned as it is would be in no block
         return tuple(each.clone() if id(each) in parameters else each for each in outputs)
+
+    @contextmanager
+    def _as_on_numbers(self) -> Iterator[None]:
+        """Has the code of the model run as on numbers: what asks for them leaves nodes, or is refused."""
+        hidden = () if self.attempt.opaque.shows_tracing else (hide_tracing(), hide_fakes())
+        idioms = self.idioms, self.idioms.scripted_functions()
+        with refused_draws(self.model, self.outside), ExitStack() as stack:
+            for each in (*hidden, unchecked_distributions(), conversions(), *idioms):
+                stack.enter_context(each)
+            yield
 
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
@@ -304,7 +304,7 @@ class ExportAttempt:
     batch_size: int
     device: torch.device
     options: TraceOptions
-    kept: KeptWhole
+    opaque: OpaqueParts
     sizes: SizeWatch = field(default_factory=SizeWatch)
     reports: list[tuple[Tree, list[str], list[NumberChange], list[NumberChange]]] = field(default_factory=list)
 
@@ -316,24 +316,8 @@ class ExportAttempt:
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        model, kept, sizes, is_dynamic = self.model, self.kept, self.sizes, self.options.is_dynamic
-        with (
-            restored_attributes(model) as outside,
-            compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
-            torch.jit.optimized_execution(False),  # type: ignore[attr-defined]  # it would ask for sizes as numbers
-            kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
-            with_fake_state(model, mode, self.device),
-            named_cut_points(model),
-            kept_functions(keeper.call_function),
-            sizes.entered(),
-            recorded_draws(model) as drawn,
-            in_precision(self.call.precision),
-            python_generators(0),
-            padded_encoders(),
-            recorded_modes(self.call.precision),
-            modules_followed(),
-            without_cudnn() as has_cudnn,
-        ):
+        sizes, is_dynamic = self.sizes, self.options.is_dynamic
+        with self._fake_model(mode) as (outside, keeper, drawn), sizes.entered(), self._plain_torch() as has_cudnn:
             flat = FlatCall(self, keeper, Idioms(keeper.functions), outside)
             try:
                 graph_module, held = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
@@ -349,7 +333,7 @@ class ExportAttempt:
         watched_calls, lengths = pop_watched(graph_module), None
         if self.options.free:
             if graph_module.graph.find_nodes(op="call_function", target=run_opaque):
-                raise TraceError(_KEPT)
+                raise TraceError(_OF_ONE_LENGTH)
             lengths = find_lengths(graph_module, self.call, is_dynamic, sizes.conditions)
         return Exported(
             module=graph_module,
@@ -366,6 +350,35 @@ class ExportAttempt:
             lengths=lengths,
             fixes_lengths=sizes.fixed_at,
         )
+
+    @contextmanager
+    def _fake_model(self, mode: FakeTensorMode) -> Iterator[tuple[list[OutsidePlace], OpaqueCalls, list[str]]]:
+        """Takes the numbers and opaque parts out; yields places outside of it, who keeps these parts, and who draws."""
+        model, opaque = self.model, self.opaque
+        with (
+            restored_attributes(model) as outside,
+            opaque_calls(model, outermost(opaque.modules), opaque.operations, self.device) as keeper,
+            with_fake_state(model, mode, self.device),
+            named_cut_points(model),
+            opaque_functions(keeper.call_function),
+            recorded_draws(model) as drawn,
+        ):
+            yield outside, keeper, drawn
+
+    @contextmanager
+    def _plain_torch(self) -> Iterator[bool]:
+        """Has torch trace on this thread alone what it would compute; yields whether cuDNN was on."""
+        with (
+            compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
+            torch.jit.optimized_execution(False),  # type: ignore[attr-defined]  # it would ask for sizes as numbers
+            in_precision(self.call.precision),
+            python_generators(0),
+            padded_encoders(),
+            recorded_modes(self.call.precision),
+            modules_followed(),
+            without_cudnn() as has_cudnn,
+        ):
+            yield has_cudnn
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> tuple[fx.GraphModule, dict[str, Any]]:
         """Returns torch.export's graph, and what it holds beside parameters and buffers."""
@@ -388,24 +401,24 @@ class ExportAttempt:
 
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str]) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
-        kept, function = self.kept, flat.idioms.function_of(error)
-        if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.may_show_tracing):
+        opaque, function = self.opaque, flat.idioms.function_of(error)
+        if isinstance(error, BatchSizeError) and not (self.options.is_parted or opaque.may_show_tracing):
             raise error
         if isinstance(error, StateError):
-            counted = (error.changed & plain_state(self.model).keys()) - kept.counted
+            counted = (error.changed & plain_state(self.model).keys()) - opaque.counted
             if counted and not is_of_keeper(error):
-                raise RetryError(replace(kept, counted=kept.counted | counted), error)
-            if is_of_keeper(error) or not kept.may_show_tracing:
+                raise RetryError(replace(opaque, counted=opaque.counted | counted), error)
+            if is_of_keeper(error) or not opaque.may_show_tracing:
                 raise error
         own = model_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and own is None and is_about_batch(error):
-            cause = fixing_module(self.sizes, self.model, kept.modules) if self.options.is_parted else None
+            cause = fixing_module(self.sizes, self.model, opaque.modules) if self.options.is_parted else None
         refusal = error if isinstance(error, TraceError) else None
         if isinstance(error, BatchSizeError):
             refusal = BatchSizeError(f"{error} {advice(self.model, self.call)}")
         refusal = refusal or explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, own)
-        if self.options.can_keep and cause is not None and (new := next_attempt(cause, self.model, kept, function)):
+        if self.options.can_keep and cause is not None and (new := next_attempt(cause, self.model, opaque, function)):
             raise RetryError(new, refusal) from cause
         if refusal is error:
             raise error
@@ -444,25 +457,25 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_model(model)
-    kept, refusal, not_kept = KeptWhole(counted=options.counted), None, None
+    opaque, refusal, not_opaque = OpaqueParts(counted=options.counted), None, None
     while True:
         try:
             with quiet_failure(), mended_lstm():
-                found = ExportAttempt(model, call, batch_size, device, options, kept).run()
+                found = ExportAttempt(model, call, batch_size, device, options, opaque).run()
             warn_of_left(found.left, model)
             return found
         except RetryError as stopped:
-            kept, refusal = stopped.kept, refusal or stopped.refusal
-            if not_kept is None and stopped.__cause__ is not None and is_of_keeper(stopped.__cause__):
-                not_kept = stopped.__cause__
-            if options.free and kept.modules:
-                raise TraceError(_KEPT) from stopped
+            opaque, refusal = stopped.opaque, refusal or stopped.refusal
+            if not_opaque is None and stopped.__cause__ is not None and is_of_keeper(stopped.__cause__):
+                not_opaque = stopped.__cause__
+            if options.free and opaque.modules:
+                raise TraceError(_OF_ONE_LENGTH) from stopped
         except StateError:
             raise
         except TraceError as error:
             is_refused = options.free or (isinstance(error, BatchSizeError) and not options.is_parted)
             if is_refused or refusal is None or not is_of_keeper(error):
                 raise
-            if refusal.own is not None or str(not_kept or error) == str(refusal):
+            if refusal.own is not None or str(not_opaque or error) == str(refusal):
                 raise refusal from error
-            raise type(refusal)(f"{refusal} {not_kept or error}") from error  # nobody has asked for what was kept
+            raise type(refusal)(f"{refusal} {not_opaque or error}") from error  # nobody has asked for what was kept

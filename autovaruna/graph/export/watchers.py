@@ -25,7 +25,7 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
 from autovaruna.graph.guards import restored
 from autovaruna.graph.outside import is_record
-from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
+from autovaruna.graph.tree import HidingLeaf, Tree, Undelivered, flatten
 
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH, _MOST = 4, 100_000
@@ -106,7 +106,7 @@ def _leave(path: str, entered: list[Any], module: nn.Module, args: Any, kwargs: 
 def _marked(value: Any) -> tuple[Any, list[int]]:
     """Returns a structure whose tensors are marked, and the keys of the marks; objects that hide tensors are left."""
     tensors, tree = flatten(value)
-    if any(isinstance(leaf, Opaque) for leaf in tree.walk()):
+    if any(isinstance(leaf, HidingLeaf) for leaf in tree.walk()):
         return value, [-1] * len(tensors)
     first = getattr(_tracing, "num_marks", 0)
     _tracing.num_marks = first + len(tensors)
@@ -204,8 +204,9 @@ def call_hooks(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]
         InputError: a hook returns something, which cannot be put into the model any more.
     """
     module = model.get_submodule(call.path)
+    missing = Undelivered(HidingLeaf(f"{call.path} was given", "tensor"))
     tensors = [
-        _ShownTensor.apply(values[name]) if name in values else Undelivered(Opaque(f"{call.path} was given", "tensor"))  # type: ignore[no-untyped-call]
+        _ShownTensor.apply(values[name]) if name in values else missing  # type: ignore[no-untyped-call]
         for name in call.names
     ]
     (args, kwargs), output = call.tree.unflatten(tensors)

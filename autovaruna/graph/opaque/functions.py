@@ -96,7 +96,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def kept_functions(keep: Callable[..., Any]) -> Iterator[None]:
+def opaque_functions(keep: Callable[..., Any]) -> Iterator[None]:
     """Has calls of autograd functions on this thread leave nodes, by `keep`, where they have a backward."""
     is_trained = torch.is_grad_enabled()
 

@@ -28,7 +28,7 @@ from autovaruna.graph.operators import is_differentiable
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, seed_generators, untouched_generator
 from autovaruna.graph.side_effects import check_modules, check_state, plain_state
-from autovaruna.graph.tree import Opaque, Tree, flatten
+from autovaruna.graph.tree import HidingLeaf, Tree, flatten
 
 _SIZES = (2, 3, 5)
 _BY_NUMBERS = "the shapes of its arguments and results depend on the numbers in tensors"
@@ -100,7 +100,7 @@ class OpaqueTrial:
         trees = [tree for _, tree, _ in found]
         if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, *_ in found}) > 1:
             raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
-        if not found[0][0] or any(isinstance(leaf, Opaque) for leaf in trees[0].leaves):
+        if not found[0][0] or any(isinstance(leaf, HidingLeaf) for leaf in trees[0].leaves):
             raise CannotKeepError("it returns no tensor, or an object that hides tensors")
         return Returned(
             trees[0],

@@ -19,12 +19,12 @@ from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
 from autovaruna.graph.opaque.functions import holder_of_weights
 from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_reductions
-from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned
+from autovaruna.graph.opaque.run import OpaqueFunction, OpaqueModule, Returned
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import current_precision, precision_of
 from autovaruna.graph.side_effects import StateError
 from autovaruna.graph.source_lines import users_line
-from autovaruna.graph.tree import Constant, Opaque, flatten
+from autovaruna.graph.tree import Constant, HidingLeaf, flatten
 
 _calls: dict[str, OpaqueModule] = {}
 NamedFunction = tuple[str, Callable[..., Any]]
@@ -77,7 +77,7 @@ def keep_whole(function: _Callable) -> _Callable:
 
 
 @contextmanager
-def kept_whole(
+def opaque_calls(
     model: nn.Module, paths: Collection[str], functions: Collection[NamedFunction], device: torch.device
 ) -> Iterator[OpaqueCalls]:
     """Keeps modules and functions whole while the context lasts; hooks of modules run inside of them."""
@@ -114,7 +114,7 @@ class OpaqueCalls:
         self._known: dict[Any, Returned] = {}
 
     def call_function(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        module = KeptFunction(name, function)
+        module = OpaqueFunction(name, function)
         holder = holder_of_weights((args, kwargs, function))
         spare = (CannotKeepError(USES_WEIGHTS.format(holder)), ()) if holder else spare_of(module)
         return self.call(name, module, spare, *args, **kwargs)
@@ -128,7 +128,7 @@ class OpaqueCalls:
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, CannotKeepError) else f"{type(error).__name__}: {error}"
-            what = "function" if isinstance(module, KeptFunction) else "module"
+            what = "function" if isinstance(module, OpaqueFunction) else "module"
             raise TraceError(
                 f"The {what} {path} ({type(module).__qualname__}) can neither be traced nor kept whole: {reason}. "
                 f"Expected a {what} of tensors that returns new ones."
@@ -137,7 +137,7 @@ class OpaqueCalls:
     def _leave_node(self, path: str, module: nn.Module, spare: Spare, args: Any, kwargs: Any) -> Any:
         tensors, call = flatten((args, kwargs), levels=1)
         for leaf in call.leaves:
-            if isinstance(leaf, Opaque):
+            if isinstance(leaf, HidingLeaf):
                 raise CannotKeepError(f"it takes a {leaf.type_name}, which hides tensors")
             if isinstance(leaf, Constant) and isinstance(leaf.value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise CannotKeepError("it takes a size of the batch as a number")
@@ -145,7 +145,7 @@ class OpaqueCalls:
         state = own_tensors(module)
         if not tensors and not state:
             raise CannotKeepError("it neither takes nor holds a tensor")
-        is_own = isinstance(module, KeptFunction) and module.is_own  # in its forward gradients are off
+        is_own = isinstance(module, OpaqueFunction) and module.is_own  # in its forward gradients are off
         mode = current_precision(), is_own or torch.is_grad_enabled()
         copy, own = spare
         if isinstance(copy, CannotKeepError):

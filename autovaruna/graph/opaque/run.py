@@ -92,7 +92,7 @@ class Returned:
     is_linear_back: bool = True
 
 
-class KeptFunction(nn.Module):
+class OpaqueFunction(nn.Module):
     """Calls a function that is kept whole: one of torch, one that is marked, or ``apply`` of an autograd function."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -106,9 +106,9 @@ class KeptFunction(nn.Module):
     def extra_repr(self) -> str:
         return self.name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFunction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueFunction:
         """Returns one of the same function; TorchScript's cannot be copied."""
-        return KeptFunction(self.name, self.function)
+        return OpaqueFunction(self.name, self.function)
 
 
 class OpaqueModule:
@@ -135,7 +135,7 @@ class OpaqueModule:
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call, self.returned, self.num_parameters = call, returned, num_parameters
-        self.is_own_function = isinstance(module, KeptFunction) and module.is_own
+        self.is_own_function = isinstance(module, OpaqueFunction) and module.is_own
 
     def adds_up(self, place: int) -> bool:
         """Whether a tensor that it returns is a sum over the samples: it was tried out, or is asked for by name."""
