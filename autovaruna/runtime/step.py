@@ -99,7 +99,7 @@ class Step(ABC):
                 self._rank.trace.write_step()
                 if self._rank.trace.num_steps_left <= 0:
                     self._rank.trace = None
-        if self._is_over:
+        if self._is_over or not self._call.needs_gradient:
             self._look()
         return outputs
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.clock import Clock
-from autovaruna.evidence.witness import Observed, StageWitness, Terms, UntriedError
+from autovaruna.evidence.stage_rows import Observed, Terms, UntriedError
+from autovaruna.evidence.witness import MOST_COUNTED, MOST_SAMPLES, StageWitness
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.traced import TracedModel
@@ -60,10 +61,9 @@ class Witness:
         self._right: dict[str, int] = {}  # the last step at which all was right, by graph
 
     def begin(self, call: ModelCall) -> Observation | None:
-        """Counts a step that trains; returns what is to be recorded of it, if anything."""
-        if not call.needs_gradient or not self.clock.begin(call.program.traced.key):
-            return None
-        return Observation(self, call, self.step())
+        """Counts a step; returns what is to be recorded of it, if anything."""
+        is_due = self.clock.begin(*_kinds(call), trains=call.needs_gradient)
+        return Observation(self, call, self.step()) if is_due else None
 
     def since(self, key: str) -> str:
         """Says, of an error that is found now, from which step on numbers may be wrong; empty: from this one on."""
@@ -82,9 +82,9 @@ class Witness:
         self._right.pop(key, None)
         self._stages = {each: found for each, found in self._stages.items() if each[0] != key}
 
-    def look(self, traced: TracedModel, step: int, act: Callable[[], str]) -> None:
+    def look(self, call: ModelCall, step: int, act: Callable[[], str]) -> None:
         """Has all ranks look at a step, where an error of one is one of all. Collective."""
-        began, steps = perf_counter(), self.clock.num_steps
+        began, steps, key = perf_counter(), self.clock.num_steps, call.program.traced.key
         per_step = 0.0
         if self._looked is not None and steps > self._looked[0]:
             per_step = (began - self._looked[1]) / (steps - self._looked[0])
@@ -93,11 +93,13 @@ class Witness:
             try:
                 return act(), self.seconds + perf_counter() - began, per_step, self.trace_seconds
             except AutoVarunaError as error:
-                raise type(error)(f"{error}{self.since(traced.key)}") from error
+                raise type(error)(f"{error}{self.since(key)}") from error
 
         texts, seconds, steps_seconds, traces_seconds = zip(*gather_on_all(self.world, timed, _WHAT), strict=True)
-        self.clock.record(traced.key, seconds, max(steps_seconds), max(traces_seconds))
-        self._looked, self._right[traced.key] = (steps, perf_counter()), step
+        self.clock.record(
+            *_kinds(call), seconds=seconds, step_seconds=max(steps_seconds), trace_seconds=max(traces_seconds)
+        )
+        self._looked, self._right[key] = (steps, perf_counter()), step
         self.seconds = self.trace_seconds = 0.0
         for untried in dict.fromkeys(filter(None, texts)):
             if self.world.rank == 0:
@@ -139,7 +141,7 @@ class Observation:
         """
         traced, model = self._call.program.traced, self._witness.model
         with restored_attributes(model) if traced.runs_own_code else nullcontext():  # hooks may keep lists
-            self._witness.look(traced, self._step, self._compare)
+            self._witness.look(self._call, self._step, self._compare)
 
     def _compare(self) -> str:
         """Returns why a stage was not tried."""
@@ -148,13 +150,14 @@ class Observation:
             stage = program.graph.stages[index]
             witness = self._witness.of(stage, program.traced)
             terms = Terms(
-                program.graph.is_sum, self._witness.is_free, frozenset(program.wanted[index]), program.lengths
+                num_samples=program.batch.num_samples,
+                is_sum=program.graph.is_sum,
+                is_free=self._witness.is_free,
+                wanted=frozenset(program.wanted[index]),
+                lengths=program.lengths,
             )
             try:
-                first, *others = [self.observed[index, m] for m in parts if (index, m) in self.observed]
-                for other in others:
-                    first = witness.join(first, other, terms.is_sum)
-                error: AutoVarunaError | None = witness.refusal(first, terms)
+                error = witness.refusal([self.observed[index, m] for m in parts], terms)
             except UntriedError as reason:
                 error, untried = None, _UNTRIED % (type(self._witness.model).__qualname__, reason)
             if error is not None:
@@ -163,17 +166,28 @@ class Observation:
         return untried
 
 
+def _is_parted(call: ModelCall) -> bool:
+    return call.program.traced.sizes.symbol is not None and len(call.program.batch.micro_batches) > 1
+
+
+def _kinds(call: ModelCall) -> tuple[str, ...]:
+    """Returns what is to be looked at once at least: a graph, and that in micro-batches."""
+    key = call.program.traced.key
+    return (key, f"{key} in parts") if _is_parted(call) else (key,)
+
+
 def _chosen(call: ModelCall) -> dict[int, list[int]]:
-    """Returns the micro-batches that count, by stage: the last of the largest, or the last two of one sample."""
+    """Returns the micro-batches that count, by stage: the last of the largest ones, until there are enough samples."""
     program, found = call.program, dict[int, list[int]]()
-    if program.traced.sizes.symbol is None or len(program.batch.micro_batches) < 2:
+    if not _is_parted(call):
         return {}
     for each in program.graph.instructions:
         if each.kind is Kind.FORWARD and each.micro_batch in program.batch.micro_batches:
             found.setdefault(each.stage, []).append(each.micro_batch)
     sizes = {m: part.size for m, part in program.batch.micro_batches.items()}
+    most = MOST_COUNTED if program.traced.joins_counts else MOST_SAMPLES
     chosen: dict[int, list[int]] = {}
     for stage, parts in found.items():
-        largest = [m for m in parts if sizes[m] == max(map(sizes.__getitem__, parts))]
-        chosen[stage] = largest[-1:] if sizes[largest[-1]] > 1 else largest[-2:]
-    return {stage: parts for stage, parts in chosen.items() if sum(map(sizes.__getitem__, parts)) > 1}
+        size = max(map(sizes.__getitem__, parts))
+        chosen[stage] = [m for m in parts if sizes[m] == size][-max(1, most // size) :]
+    return chosen
