@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "drop
 """Arguments of operations that draw numbers or have statistics of a batch, with which they do neither."""
 _TRAINING, _STATISTICS = 5, slice(3, 5)
 """Places among the arguments of ``aten.batch_norm``."""
+_VARIED = 0.25
+"""How much larger a number of samples is for the first part than for the whole, where it comes from another stage."""
 _MOST_NUMBERS = 1 << 17
 """How many numbers of a weight's gradient are compared, or somewhat more."""
 
@@ -124,7 +126,9 @@ class SampleRuns:
             if name in self._terms.wanted and is_differentiable(value):
                 run.sources[Source(name, False)] = value.requires_grad_()
             factor = share if of.dimension(name) is None else 1 / share
-            received[name] = value * factor if name in self.scaled else value[...]
+            factor = factor if name in self.scaled else 1.0
+            factor *= 1.0 if is_whole or name not in self._varied else self._variation(samples)
+            received[name] = value * factor if factor != 1.0 else value[...]
 
         def value_of(node: fx.Node) -> Any:
             if node in state:
@@ -149,6 +153,20 @@ class SampleRuns:
         }
         run.state = {name: state[node] for node, name in of.state.items() if name in traced.steady_state}
         return run
+
+    @cached_property
+    def _varied(self) -> set[str]:
+        """What comes from other stages, is made of several samples and goes into the loss: of each part it is another.
+
+        What is made of it must grow with it, or the loss would be none of the samples' that parts have.
+        """
+        names = () if self._terms.is_free else self._observed.tensors
+        return {name for name in names if self._of.is_reduced(name) and not self._of.meets_samples(name)}
+
+    def _variation(self, samples: Sequence[int]) -> float:
+        """Returns by what such numbers of a part are multiplied; together they are those of the whole."""
+        size = len(samples)
+        return 1.0 + _VARIED if samples[0] == 0 else 1.0 - _VARIED * (self._size - size) / size
 
     def _state(self, run: SampleRun) -> dict[fx.Node, Tensor]:
         """Returns parameters and buffers, as leaves and copies; what the forward changed is what it found."""

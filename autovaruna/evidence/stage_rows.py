@@ -125,6 +125,14 @@ class StageRows:
         """Whether a value is made of what is given of the whole batch."""
         return any(map(is_of_batch, reached([self.traced.nodes[name]], lambda node: node.all_input_nodes)))
 
+    def is_reduced(self, name: str) -> bool:
+        """Whether a value comes from another stage, and is a real number of several samples, not counted in inputs."""
+        node = self.traced.nodes[name]
+        if name in self.traced.inputs or self.dimension(name) is not None or not node.meta["val"].is_floating_point():
+            return False
+        sources = {each.name for each in reached([node], lambda node: node.all_input_nodes)}
+        return not sources.isdisjoint(self.traced.batch_inputs) and not self.follows_from_batch(name)
+
     def meets_samples(self, name: str) -> bool:
         """Whether something with a row for each sample is made of a value."""
         sizes = self.traced.sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,9 +185,8 @@ def test_a_loss_that_may_be_any_is_looked_at_up_to_where_samples_are_joined(sett
 
 
 def test_a_rank_that_has_one_sample_makes_another_of_its_numbers() -> None:
-    for replicas in (Setup(((0, 1),), 2), Setup(((0, 1), (2, 3)), 2)):
-        with pytest.raises(TraceError, match="mixes the samples of a batch"):
-            steps(Series(MEETING["repeat"]), replicas, **{name: each[:2] for name, each in batch().items()})
+    with pytest.raises(TraceError, match="mixes the samples of a batch"):
+        steps(Series(MEETING["repeat"]), Setup(((0, 1),), 2), **{name: each[:2] for name, each in batch().items()})
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -215,6 +215,16 @@ def test_what_is_cut_later_is_looked_at_then_and_it_can_be_turned_off() -> None:
         with pytest.raises(TraceError, match="mixes the samples of a batch: add"):
             on_ranks(pipeline(1, num_micro_batches=2, settings=settings), Series(MEETING["repeat"]), run)
     on_ranks(pipeline(1, num_micro_batches=2, settings={"check_parts": False}), Series(MEETING["repeat"]), run)
+
+
+def test_what_comes_of_samples_from_another_stage_must_stay_their_mean() -> None:
+    def way(m: Any, x: Tensor, mark: Tensor, y: Tensor, last: Any) -> Tensor:
+        hidden = m.value(x)
+        return m.loss(torch.tanh(m.zero(torch.tanh(hidden))), y) + last(hidden.square().mean())  # type: ignore[no-any-return]
+
+    steps(Series(partial(way, last=lambda mean: 0.5 * mean)), SETUPS[1])
+    with pytest.raises(AutoVarunaError, match=r"no mean over its samples.* at .*test_witness.py:\d+"):
+        steps(Series(partial(way, last=torch.sqrt)), SETUPS[1])
 
 
 class Scheduled(Series):
