@@ -30,11 +30,11 @@ class Clock:
 
     def is_due(self, *kinds: str) -> bool:
         """Whether a look is due in the step that comes; always in the first one of a kind."""
-        return self.num_steps + 1 >= self._due or any(map(self._is_new, kinds))
+        return self.num_steps + 1 >= self._due or any(map(self.is_new, kinds))
 
     def begin(self, *kinds: str, trains: bool = True) -> bool:
         """Counts a step of some kinds; says whether a look is due in it: if it does not train, in the first one."""
-        is_due = self.is_due(*kinds) if trains else any(map(self._is_new, kinds))
+        is_due = self.is_due(*kinds) if trains else any(map(self.is_new, kinds))
         self.num_steps += trains
         if is_due:
             self._begun.update(kinds)
@@ -51,5 +51,6 @@ class Clock:
         num_paid = math.ceil((self._spent + max(seconds)) / max(self._share * self._step_seconds, 1e-9))
         self._due = max(self._due, num_paid if num_paid > _IN_ADVANCE else 0)
 
-    def _is_new(self, key: str) -> bool:
+    def is_new(self, key: str) -> bool:
+        """Whether no step of a kind has been looked at, and some have begun at most."""
         return key not in self._seen and self._begun[key] < _MOST_FIRST

@@ -62,8 +62,10 @@ class Witness:
 
     def begin(self, call: ModelCall) -> Observation | None:
         """Counts a step; returns what is to be recorded of it, if anything."""
-        is_due = self.clock.begin(*_kinds(call), trains=call.needs_gradient)
-        return Observation(self, call, self.step()) if is_due else None
+        kinds = _kinds(call)
+        is_first = any(map(self.clock.is_new, kinds))
+        is_due = self.clock.begin(*kinds, trains=call.needs_gradient)
+        return Observation(self, call, self.step(), is_first) if is_due else None
 
     def since(self, key: str) -> str:
         """Says, of an error that is found now, from which step on numbers may be wrong; empty: from this one on."""
@@ -82,8 +84,8 @@ class Witness:
         self._right.pop(key, None)
         self._stages = {each: found for each, found in self._stages.items() if each[0] != key}
 
-    def look(self, call: ModelCall, step: int, act: Callable[[], str]) -> None:
-        """Has all ranks look at a step, where an error of one is one of all. Collective."""
+    def look(self, call: ModelCall, step: int, act: Callable[[], str], *, is_over: bool) -> None:
+        """Has all ranks look at a step, or at its forward, where an error of one is one of all. Collective."""
         began, steps, key = perf_counter(), self.clock.num_steps, call.program.traced.key
         per_step = 0.0
         if self._looked is not None and steps > self._looked[0]:
@@ -96,11 +98,11 @@ class Witness:
                 raise type(error)(f"{error}{self.since(key)}") from error
 
         texts, seconds, steps_seconds, traces_seconds = zip(*gather_on_all(self.world, timed, _WHAT), strict=True)
-        self.clock.record(
-            *_kinds(call), seconds=seconds, step_seconds=max(steps_seconds), trace_seconds=max(traces_seconds)
-        )
-        self._looked, self._right[key] = (steps, perf_counter()), step
-        self.seconds = self.trace_seconds = 0.0
+        if is_over:
+            took = max(steps_seconds), max(traces_seconds)
+            self.clock.record(*_kinds(call), seconds=seconds, step_seconds=took[0], trace_seconds=took[1])
+            self._looked, self._right[key] = (steps, perf_counter()), step
+            self.seconds = self.trace_seconds = 0.0
         for untried in dict.fromkeys(filter(None, texts)):
             if self.world.rank == 0:
                 warn_once(logger, self.model, untried)
@@ -109,11 +111,12 @@ class Witness:
 class Observation:
     """What this rank records of one step, and looks at when the step's activations are gone.
 
-    `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun.
+    `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun; `is_first` says
+    whether the step is the first of its kind.
     """
 
-    def __init__(self, witness: Witness, call: ModelCall, step: int) -> None:
-        self._witness, self._call, self._step = witness, call, step
+    def __init__(self, witness: Witness, call: ModelCall, step: int, is_first: bool) -> None:
+        self._witness, self._call, self._step, self.is_first = witness, call, step, is_first
         self._chosen = _chosen(call) if witness.tries_parts else {}
         self.observed: dict[tuple[int, int], Observed] = {}
 
@@ -133,15 +136,17 @@ class Observation:
         if (found := self.observed.get((stage.index, part.index))) is not None:
             found.gradients[name] = gradient
 
-    def compare(self) -> None:
-        """Makes sure that samples give the same together and apart. Collective.
+    def compare(self, *, is_over: bool = True) -> None:
+        """Makes sure that samples give the same together and apart; once the step is over, in its backward, too.
+
+        Collective.
 
         Raises:
             TraceError, InputError: they do not.
         """
         traced, model = self._call.program.traced, self._witness.model
         with restored_attributes(model) if traced.runs_own_code else nullcontext():  # hooks may keep lists
-            self._witness.look(self._call, self._step, self._compare)
+            self._witness.look(self._call, self._step, self._compare, is_over=is_over)
 
     def _compare(self) -> str:
         """Returns why a stage was not tried."""
@@ -162,12 +167,13 @@ class Observation:
                 error, untried = None, _UNTRIED % (type(self._witness.model).__qualname__, reason)
             if error is not None:
                 raise error
-        self.observed.clear()
         return untried
 
 
 def _is_parted(call: ModelCall) -> bool:
-    return call.program.traced.sizes.symbol is not None and len(call.program.batch.micro_batches) > 1
+    program = call.program
+    is_kept = any(spec.is_kept for spec in program.traced.call.inputs)  # by stages, of a call that was looked at
+    return program.traced.sizes.symbol is not None and len(program.batch.micro_batches) > 1 and not is_kept
 
 
 def _kinds(call: ModelCall) -> tuple[str, ...]:
