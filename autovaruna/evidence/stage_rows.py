@@ -23,7 +23,7 @@ class UntriedError(Exception):
     """A stage cannot be run on parts of a micro-batch."""
 
 
-class OrderError(UntriedError):
+class UnknownOrderError(UntriedError):
     """Nobody knows which samples rows are of."""
 
 
@@ -149,7 +149,7 @@ class StageRows:
             return 1
         outer = self._orders.outer(self.traced.nodes[name])
         if outer is None:
-            raise OrderError(f"nothing tells which samples the rows of {name} are of")
+            raise UnknownOrderError(f"nothing tells which samples the rows of {name} are of")
         return 1 if outer == 1 else int(self.traced.sizes.in_call(outer, 1, lengths))
 
     @cached_property

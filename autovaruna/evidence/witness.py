@@ -18,7 +18,7 @@ from autovaruna._torch import pytree
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.refusal import fits, refusal
 from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, added, alike, averaged, far, settled
-from autovaruna.evidence.stage_rows import Observed, OrderError, StageRows, Terms, UntriedError
+from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UnknownOrderError, UntriedError
 from autovaruna.graph.evaluate import NodeError
 from autovaruna.graph.operators import is_differentiable, reached, run_opaque
 from autovaruna.graph.rounding import BY_ROUNDING, SEEDS, SMALL, Rounded, clear_tolerance, distance, small_share
@@ -146,7 +146,7 @@ class _ComparedSamples:
         """Returns why the parts make other numbers; None: they do not, or rounding explains it."""
         try:
             return self._refusal()
-        except OrderError:  # results tell, at least, in whatever order their rows are
+        except UnknownOrderError:  # results tell, at least, in whatever order their rows are
             self._runs.goes_back = False
             if (error := self._refusal()) is not None:
                 return error

@@ -154,8 +154,8 @@ def test_samples_that_go_alone_are_not(name: str, caplog: pytest.LogCaptureFixtu
 
 
 def test_what_cannot_be_tried_is_told_once_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    way: Any = lambda m, x, mark, y: m.loss(m.value(x)[x[:, 0, 0].topk(3).indices.sort().values], y[:3])  # noqa: E731
-    steps(Series(way), SETUPS[0], *[lambda model: None] * 3)
+    """A rank has three samples here, and two neighbours are none of one."""
+    steps(Series(MEETING["neighbours"]), Setup(((0, 1),), 2, settings=ALWAYS), *[lambda model: None] * 3)
     (text,) = warnings(caplog)
     assert "topk" in text and "test_witness.py" in text
 
