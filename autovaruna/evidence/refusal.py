@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
 from autovaruna.graph.export.errors import FOR_COUNTS, advice
+from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import is_differentiable, reached
 from autovaruna.graph.rounding import distance
 from autovaruna.graph.source_lines import modules_of, origin
@@ -35,7 +36,7 @@ def refusal(
     bad, back, ends = places
     far = f"they differ by {max(wrong.values()):.1e} of the largest"
     name, first = type(model).__qualname__, [*bad, *(next(iter(node.users)) for node in back), *ends][0]
-    place, loss, by_name = origin(first) or first.name, traced.loss, {node.name: node for node in first.graph.nodes}
+    place, loss, by_name = _place(first), traced.loss, {node.name: node for node in first.graph.nodes}
     counts = {by_name.get(each) for each in traced.joins_counts}
     if bad and any(node in counts for node in reached([first], lambda node: node.all_input_nodes)):
         return TraceError(
@@ -92,6 +93,12 @@ def fits(
         scaled += [[each * share**power for each, share in zip(others, shares, strict=True)] for power in (1, -1)]
     divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
     return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
+
+
+def _place(node: fx.Node) -> str:
+    """Returns the user's line of a node, or that which calls a module that is kept whole."""
+    kept = opaque_module_of(node) or next(filter(None, map(opaque_module_of, node.all_input_nodes)), None)
+    return origin(node) or (kept.line if kept is not None else "") or node.name
 
 
 def _lines(traced: TracedModel) -> str:

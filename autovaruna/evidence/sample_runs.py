@@ -176,7 +176,7 @@ class SampleRuns:
             if name not in held:  # it is kept whole
                 continue
             if name not in found:
-                value = self._observed.before.get(name, held[name]).detach()
+                value = self._before(node)
                 if name in traced.changed_state:
                     value = value.clone()
                 if traced.facts[node.name].needs_gradient and name in of.parameters:
@@ -256,8 +256,11 @@ class SampleRuns:
                     now.copy_(found)
 
     def _before(self, node: fx.Node) -> Tensor:
+        """Returns state as the forward found it; what follows from samples is not zero, as later in training."""
         name = self._of.state[node]
-        return self._observed.before.get(name, self._of.stage.held()[name]).detach()
+        value = self._observed.before.get(name, self._of.stage.held()[name]).detach()
+        is_started = node in self._of.following and is_differentiable(value) and not value.any()
+        return torch.ones_like(value) if is_started else value
 
     def _backward(
         self,

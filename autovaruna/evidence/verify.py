@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.evaluate import call, evaluate
+from autovaruna.graph.evaluate import NodeError, call, evaluate
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.opaque.run import OpaqueModule, profiling_mode, saving_nothing
@@ -229,13 +229,13 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
     except Exception as error:
         if own is not None and not plain:  # the model itself failed: the step says so
             return
-        logger.info("the trace was not compared with the model: %s: %s", type(error).__name__, first_line(error))
+        logger.info("the trace was not compared with the model: %s", _words(error))
         return
     _compare(both, plain, ours, model)
     try:
         again, left = both.plain_again()
     except Exception as error:  # plain PyTorch will say so
-        logger.info("the trace was not compared with a second call: %s: %s", type(error).__name__, first_line(error))
+        logger.info("the trace was not compared with a second call: %s", _words(error))
         return
     if any(distance(one, other) > tolerance(traced.values()) for one, other in zip(again, plain, strict=True)):
         raise TraceError(
@@ -244,6 +244,10 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
             "Expected a forward that changes buffers alone; make it a tensor with register_buffer(), or pass it to the "
             "model as an argument."
         )
+
+
+def _words(error: Exception) -> str:
+    return first_line(error) if isinstance(error, NodeError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def _compare(both: EagerVsGraph, plain: list[Tensor], ours: list[Tensor], model: nn.Module) -> None:
