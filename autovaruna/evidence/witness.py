@@ -26,7 +26,7 @@ from autovaruna.graph.source_lines import first_line, origin
 from autovaruna.graph.traced import OutputKind, TracedModel, joined
 from autovaruna.stage.module import StageModule
 
-MOST_SAMPLES, MOST_COUNTED = 8, 16
+MOST_SAMPLES, MOST_COUNTED = 6, 16
 """How many samples are looked at where a part of one micro-batch cannot be tried, and where counts of several meet."""
 _MOST_SCALED = 3
 _FLIPS, _FLIP_STEPS, _LEAST_FLIP = 32, 4.0, 1e-5

@@ -62,8 +62,10 @@ class Witness:
 
     def begin(self, call: ModelCall) -> Observation | None:
         """Counts a step; returns what is to be recorded of it, if anything."""
-        kinds = _kinds(call)
-        is_first = any(map(self.clock.is_new, kinds))
+        kinds, tries = _kinds(call), self.tries_parts and _is_parted(call)
+        if not (tries or call.needs_gradient):
+            return None
+        is_first = tries and any(map(self.clock.is_new, kinds))
         is_due = self.clock.begin(*kinds, trains=call.needs_gradient)
         return Observation(self, call, self.step(), is_first) if is_due else None
 
@@ -112,7 +114,7 @@ class Observation:
     """What this rank records of one step, and looks at when the step's activations are gone.
 
     `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun; `is_first` says
-    whether the step is the first of its kind.
+    whether the step is the first of its kind in which samples are run again.
     """
 
     def __init__(self, witness: Witness, call: ModelCall, step: int, is_first: bool) -> None:

@@ -2,7 +2,7 @@
 
 Integers are zeros, or ones if a module refuses those, as lengths. The trial runs on a thread of its own, where nothing
 traces, on a copy: neither the model nor its generators change. What is returned for a few samples, and for two parts of
-them, says how results for parts of a batch become that for the whole; gradients are left to the trial of the graph.
+them, says how results for parts of a batch become that for the whole; gradients are left to the first step.
 """
 
 from __future__ import annotations
