@@ -62,12 +62,10 @@ class Witness:
 
     def begin(self, call: ModelCall) -> Observation | None:
         """Counts a step; returns what is to be recorded of it, if anything."""
-        kinds, tries = _kinds(call), self.tries_parts and _is_parted(call)
-        if not (tries or call.needs_gradient):
+        kinds, tries = call.program.kinds, self.tries_parts and call.program.is_parted
+        if not (tries or call.needs_gradient) or not self.clock.begin(*kinds, trains=call.needs_gradient):
             return None
-        is_first = tries and any(map(self.clock.is_new, kinds))
-        is_due = self.clock.begin(*kinds, trains=call.needs_gradient)
-        return Observation(self, call, self.step(), is_first) if is_due else None
+        return Observation(self, call, self.step(), tries and any(map(self.clock.is_new, kinds)))
 
     def since(self, key: str) -> str:
         """Says, of an error that is found now, from which step on numbers may be wrong; empty: from this one on."""
@@ -102,7 +100,7 @@ class Witness:
         texts, seconds, steps_seconds, traces_seconds = zip(*gather_on_all(self.world, timed, _WHAT), strict=True)
         if is_over:
             took = max(steps_seconds), max(traces_seconds)
-            self.clock.record(*_kinds(call), seconds=seconds, step_seconds=took[0], trace_seconds=took[1])
+            self.clock.record(*call.program.kinds, seconds=seconds, step_seconds=took[0], trace_seconds=took[1])
             self._looked, self._right[key] = (steps, perf_counter()), step
             self.seconds = self.trace_seconds = 0.0
         for untried in dict.fromkeys(filter(None, texts)):
@@ -172,22 +170,10 @@ class Observation:
         return untried
 
 
-def _is_parted(call: ModelCall) -> bool:
-    program = call.program
-    is_kept = any(spec.is_kept for spec in program.traced.call.inputs)  # by stages, of a call that was looked at
-    return program.traced.sizes.symbol is not None and len(program.batch.micro_batches) > 1 and not is_kept
-
-
-def _kinds(call: ModelCall) -> tuple[str, ...]:
-    """Returns what is to be looked at once at least: a graph, and that in micro-batches."""
-    key = call.program.traced.key
-    return (key, f"{key} in parts") if _is_parted(call) else (key,)
-
-
 def _chosen(call: ModelCall) -> dict[int, list[int]]:
     """Returns the micro-batches that count, by stage: the last of the largest ones, until there are enough samples."""
     program, found = call.program, dict[int, list[int]]()
-    if not _is_parted(call):
+    if not program.is_parted:
         return {}
     for each in program.graph.instructions:
         if each.kind is Kind.FORWARD and each.micro_batch in program.batch.micro_batches:
