@@ -107,8 +107,11 @@ class StageRows:
             is_number = isinstance(value, Tensor) and is_differentiable(value)
             return is_number and self.dimension(node.name) is None and node.op == "call_function"
 
-        of_samples = (node for node in self.nodes if isinstance(node.meta.get("val"), Tensor))
-        of_samples = (node for node in of_samples if self.dimension(node.name) is not None)
+        of_samples = (
+            node
+            for node in self.nodes
+            if isinstance(node.meta.get("val"), Tensor) and self.dimension(node.name) is not None
+        )
         return frozenset(node for node in of_samples if any(map(is_joint, node.users)))
 
     def dimension(self, name: str) -> int | None:

@@ -60,6 +60,7 @@ class StageWitness:
             return self._of_any(parts, terms)
 
     def _of_any(self, parts: Sequence[Observed], terms: Terms) -> AutoVarunaError | None:
+        """Looks at what can be tried of them."""
         error = UntriedError("it has one sample")
         for given in self._given(parts, terms):
             for size, first in _cuts(given.size):
