@@ -24,9 +24,10 @@ ROOMS = [
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
 LEVELS = {
-    "graph": "records source_lines key_values tree precision random cuts operators > outside > guards"
+    "graph": "records source_lines key_values tree precision random rounding cuts operators > outside evaluate > guards"
     " > call module_state constant_values side_effects > opaque lengths > export > facts traced > batch"
-    " > grouping pieces > verify > trial > methods trace",
+    " > grouping pieces > methods trace",
+    "evidence": "clock verify stage_rows refusal > sample_runs > witness",
     "ranks": "launcher tls transport > exchange > deadlock > reduction > world > buckets environment torch_channel",
     "runtime": "metrics autograd remote_parameter batch mail timeline > weights"
     " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",

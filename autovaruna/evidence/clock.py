@@ -28,27 +28,29 @@ class Clock:
         self._share, self._step_seconds, self._spent = share, step_seconds, 0.0
         self._due, self._seen, self._begun = 1, set[str](), Counter[str]()
 
-    def is_due(self, key: str) -> bool:
+    def is_due(self, *kinds: str) -> bool:
         """Whether a look is due in the step that comes; always in the first one of a kind."""
-        return self.num_steps + 1 >= self._due or self._is_new(key)
+        return self.num_steps + 1 >= self._due or any(map(self.is_new, kinds))
 
-    def begin(self, key: str) -> bool:
-        """Counts a step; says whether a look is due in it."""
-        is_due = self.is_due(key)
-        self.num_steps += 1
+    def begin(self, *kinds: str, trains: bool = True) -> bool:
+        """Counts a step of some kinds; says whether a look is due in it: if it does not train, in the first one."""
+        is_due = self.is_due(*kinds) if trains else any(map(self.is_new, kinds))
+        self.num_steps += trains
         if is_due:
-            self._begun[key] += 1
+            self._begun.update(kinds)
+        if is_due and trains:
             self._due = next((step for step in _FIRST if step > self.num_steps), self.num_steps + _EVERY)
         return is_due
 
-    def record(self, key: str, seconds: Sequence[float], step_seconds: float, trace_seconds: float) -> None:
+    def record(self, *kinds: str, seconds: Sequence[float], step_seconds: float, trace_seconds: float) -> None:
         """Records a look: what it took each rank, what a step takes now (zero: not known yet), and what traces took."""
-        self._spent += (max(seconds) if key in self._seen else 0.0) - self._share * trace_seconds
-        self._seen.add(key)
+        self._spent += (max(seconds) if self._seen.issuperset(kinds) else 0.0) - self._share * trace_seconds
+        self._seen.update(kinds)
         self.num_looks += 1
         self._step_seconds = step_seconds or self._step_seconds
         num_paid = math.ceil((self._spent + max(seconds)) / max(self._share * self._step_seconds, 1e-9))
         self._due = max(self._due, num_paid if num_paid > _IN_ADVANCE else 0)
 
-    def _is_new(self, key: str) -> bool:
+    def is_new(self, key: str) -> bool:
+        """Whether no step of a kind has been looked at, and some have begun at most."""
         return key not in self._seen and self._begun[key] < _MOST_FIRST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, schema_of
+from autovaruna.graph.evaluate import NodeError, call, evaluate
 from autovaruna.graph.operators import EMPTY, aliases_of, reached
 
 _SIZES, _LARGE_SIZES = (2, 7), (61, 509)
@@ -57,7 +58,7 @@ def _evaluated(tensor: Tensor, act: Callable[[Tensor], Any]) -> list[Any]:
         held = {each: value for each in cone if (value := _held(each)) is not None}
         with torch.no_grad(), disable_current_modes(), DisableTorchFunction():  # with numbers, and untraced
             large = [size for size in _LARGE_SIZES if all(_elements(each, size) <= _MOST_ELEMENTS for each in cone)]
-            return [act(_computed(cone, dict(held), size)) for size in (*_SIZES, *large)]
+            return [act(_computed(cone, held, size)) for size in (*_SIZES, *large)]
     except _UnknownError:
         return []
 
@@ -123,16 +124,17 @@ def _may_be_view(node: fx.Node) -> bool:
     return not isinstance(node.target, OpOverload) or bool(aliases_of(node))
 
 
-def _computed(cone: list[fx.Node], known: dict[fx.Node, Any], size: int) -> Any:
-    for each in cone:
-        value, target = each.meta.get("val"), each.target
-        if isinstance(value, _SIZED):
-            known[each] = _size(value, size)
-        elif each not in known:
-            args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
-            act: Any = _DETACH if target is _DETACH_ else target
-            known[each] = act(*args, **kwargs)
-    return known[cone[-1]]
+def _computed(cone: list[fx.Node], held: Mapping[fx.Node, Tensor], size: int) -> Any:
+    sizes = {each: _size(value, size) for each in cone if isinstance(value := each.meta.get("val"), _SIZED)}
+    known = {**held, **sizes}
+
+    def run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _DETACH(*args) if node.target is _DETACH_ else call(node, args, kwargs)
+
+    try:
+        return evaluate([each for each in cone if each not in known], known.__getitem__, cone[-1:], run)[cone[-1]]
+    except NodeError as failed:
+        raise failed.error from None
 
 
 def _size(value: Any, size: int) -> Any:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from autovaruna._torch import FakeTensorMode, OpOverload, pytree, schema_of, storage_of, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.evaluate import NodeError, call, evaluate
 from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.module_state import example_inputs, fake_like, without_cudnn
 from autovaruna.graph.operators import Counting, changed_statistics, is_random
-from autovaruna.graph.precision import in_precision, precision_of, without_autocast
+from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.source_lines import origin
 
 _aten = torch.ops.aten
@@ -123,56 +124,34 @@ class Fact:
         return bool(self.makes) and self.makes <= self.reads and not self.writes
 
 
-@dataclass
-class _FactsPass(fx.Interpreter):
-    """Runs a graph on fake tensors and records a `Fact` for every node."""
+class _FactsPass:
+    """Runs nodes on fake tensors and records a `Fact` for every one, those of inputs and attributes among them."""
 
-    module: fx.GraphModule
-    attributes: dict[str, Tensor]
-    counter: FlopCounterMode
-    facts: dict[str, Fact] = field(default_factory=dict)
+    def __init__(self, given: Mapping[fx.Node, Any]) -> None:
+        self._given, self._counter = given, flop_counter()
+        self.facts: dict[str, Fact] = {}
 
-    def __post_init__(self) -> None:
-        super().__init__(self.module, garbage_collect_values=False)
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        known = self.attributes.get(str(target))
-        return known if known is not None else super().get_attr(target, args, kwargs)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if _is_view(target):
-            return super().call_function(target, args, kwargs)
-        with self.counter, Counting():
-            return super().call_function(target, args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        try:
-            return self._run(n)
-        except Exception as error:
-            raise TraceError(
-                f"The model cannot be traced at {origin(n) or n.name}: {reason_of(error)}. Expected operations whose "
-                "sizes follow from the shapes of their arguments. Move the line out of forward, or give it sizes that "
-                "are numbers."
-            ) from error
-
-    def _run(self, n: fx.Node) -> Any:
-        inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
+    def run(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a node, and learns what is known of it."""
+        inputs = [leaf for arg in node.all_input_nodes for leaf in tensors_in(self.facts[arg.name].value)]
         versions = [version_of(tensor) for tensor in inputs]
-        precision = precision_of(n)
-        with in_precision(precision) if precision else nullcontext():
-            value = super().run_node(n)
-        is_counted = n.op == "call_function" and not _is_view(n.target)
+        is_counted = node.op == "call_function" and not _is_view(node.target)
+        if is_counted:
+            with self._counter, Counting():
+                value = call(node, args, kwargs)
+        else:
+            value = call(node, args, kwargs) if node.op == "call_function" else self._given.get(node, args)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if version_of(t) != version}
-        statistics = {storage_of(self.env[each]) for each in changed_statistics(n)}
+        statistics = {storage_of(self.facts[each.name].value) for each in changed_statistics(node)}
         outputs = tensors_in(value)
-        self.facts[n.name] = Fact(
+        self.facts[node.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in outputs),
             reads=frozenset(map(storage_of, inputs)),
             writes=frozenset(written | statistics),
             makes=frozenset(map(storage_of, outputs)),
-            is_random=is_random(n),
-            num_flops=_plain(self.counter.get_total_flops()) if is_counted else 0.0,
+            is_random=is_random(node),
+            num_flops=_plain(self._counter.get_total_flops()) if is_counted else 0.0,
         )
         return value
 
@@ -197,6 +176,10 @@ class KnownGraph(Exported):
     def batch_inputs(self) -> frozenset[str]:
         """Names of the inputs whose first dimension is the batch."""
         return frozenset(name for name, spec in self.inputs.items() if spec.is_batch)
+
+    def values(self) -> Iterator[Tensor]:
+        """Yields the fake values of all nodes."""
+        return (leaf for fact in self.facts.values() for leaf in tensors_in(fact.value))
 
     def outliving_storages(self) -> set[int]:
         """Returns the storages of buffers, parameters, constants and inputs."""
@@ -225,8 +208,20 @@ def learn(
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
     with mode, without_autocast(), without_cudnn():
-        graph_pass = _FactsPass(exported.module, attributes, flop_counter())
-        graph_pass.run(*inputs, enable_io_processing=False)
+        nodes = exported.module.graph
+        given: dict[fx.Node, Any] = dict(zip(nodes.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in nodes.find_nodes(op="get_attr"):
+            name = str(node.target)
+            given[node] = attributes[name] if name in attributes else getattr(exported.module, name)
+        graph_pass = _FactsPass(given)
+        try:
+            evaluate(list(nodes.nodes), given.__getitem__, run=graph_pass.run)
+        except NodeError as failed:
+            raise TraceError(
+                f"The model cannot be traced at {origin(failed.node) or failed.node.name}: {reason_of(failed.error)}. "
+                "Expected operations whose sizes follow from the shapes of their arguments. Move the line out of "
+                "forward, or give it sizes that are numbers."
+            ) from failed.error
     facts = graph_pass.facts
     return facts | {
         node.name: replace(facts[node.name], needs_gradient=True)  # since something was written into it, or into a view

@@ -215,7 +215,6 @@ class Trait(Flag):
     ADDS_UP = auto()  # it adds samples up, if it makes one number of several
     SAME_NUMBER = auto()  # it gives a number as a tensor
     PICKS = auto()  # it takes some of the samples, where nothing of its result grows with the batch
-    TAKES_ROWS = auto()  # numbers of samples may be places to it
     BY_INDEX = auto()  # it reads or writes at places along a dimension that its indices name
     FINDS_PLACES = auto()  # it finds places among the numbers that it is given
     NUMBERS_PLACES = auto()  # its numbers are lengths, as its result has them
@@ -307,7 +306,6 @@ def _others(node: fx.Node) -> Iterable[Any]:
 
 
 _LINEAR, _VIEW, _BREAK, _UNKNOWN = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK, Linearity.UNKNOWN
-_ROWS = Trait.TAKES_ROWS | Trait.BY_INDEX
 _LABELS = Operator(traits=Trait.AVERAGES_LABELS)
 _TABLE: tuple[tuple[str, Operator], ...] = (
     # element by element
@@ -372,16 +370,16 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("bincount histc", Operator(counts_along=_all)),
     ("unique* _unique*", Operator(traits=Trait.FINDS_PLACES, counts_along=_all)),
     # at places
-    ("index index_select gather", Operator(_LINEAR, Trait.PICKS | _ROWS)),
-    ("index_put index_put_ scatter", Operator(_LINEAR, _ROWS)),
-    ("index_add index_add_ scatter_add scatter_add_", Operator(_LINEAR, Trait.ADDS_UP | _ROWS)),
-    ("index_copy index_copy_ scatter_", Operator(traits=_ROWS)),
+    ("index index_select gather", Operator(_LINEAR, Trait.PICKS | Trait.BY_INDEX)),
+    ("index_put index_put_ scatter", Operator(_LINEAR, Trait.BY_INDEX)),
+    ("index_add index_add_ scatter_add scatter_add_", Operator(_LINEAR, Trait.ADDS_UP | Trait.BY_INDEX)),
+    ("index_copy index_copy_ scatter_", Operator(traits=Trait.BY_INDEX)),
     (
         "index_fill index_fill_ index_reduce index_reduce_ scatter_reduce scatter_reduce_",
         Operator(traits=Trait.BY_INDEX),
     ),
-    ("embedding take_along_dim", Operator(traits=Trait.TAKES_ROWS)),
-    ("embedding_bag", Operator(traits=Trait.TAKES_ROWS | Trait.IN_BAGS, not_read=2)),
+    ("embedding take_along_dim", Operator()),
+    ("embedding_bag", Operator(traits=Trait.IN_BAGS, not_read=2)),
     ("_embedding_bag", Operator(traits=Trait.IN_BAGS)),
     ("masked_select", Operator(picks_by=1)),
     ("nonzero", Operator(traits=Trait.FINDS_PLACES, picks_by=0)),

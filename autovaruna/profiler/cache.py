@@ -23,9 +23,8 @@ import torch
 from autovaruna.config.files import conf_dir, load_record, write_record
 from autovaruna.config.settings import Settings
 from autovaruna.errors import MeasureError
-from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import Key, PartCost, device_name
-from autovaruna.profiler.work import MeasuredPart, block_parts
+from autovaruna.profiler.work import MeasuredPart
 
 Record = TypeVar("Record")
 
@@ -164,35 +163,3 @@ def _directory(settings: Settings) -> Path | None:
         return None
     is_own = settings.profile_cache not in (True, "auto")
     return Path(str(settings.profile_cache)) if is_own else conf_dir(os.environ) / "profiles"
-
-
-def trial_file(settings: Settings, traced: TracedModel, words: str) -> Path | None:
-    """Returns the file that is there if a graph has been tried on parts of a batch, and has given the same.
-
-    None: nothing is kept, or the graph holds code that may change unseen. `words` are settings that count.
-    """
-    if (directory := _directory(settings)) is None or not all(part.is_of_torch for part in block_parts(traced)):
-        return None
-    numbers = [
-        tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-        for tensor in traced.constants.values()
-    ]
-    text = "\n".join(
-        [torch.__version__, _graph_source(), traced.graph.fingerprint, traced.call.key, words, traced.code]
-    )
-    return directory / "tried" / hashlib.sha256(b"".join([text.encode(), *numbers])).hexdigest()[:32]
-
-
-def keep_tried(file: Path | None) -> None:
-    """Notes that a graph has been tried; where nothing can be written, it is tried again."""
-    with suppress(OSError):
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-
-
-@lru_cache(maxsize=1)
-def _graph_source() -> str:
-    """Returns a digest of the source of the room that traces and tries."""
-    files = sorted(Path(__file__).parents[1].joinpath("graph").rglob("*.py"))
-    return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:16]

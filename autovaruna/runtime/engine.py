@@ -127,9 +127,9 @@ class Engine:
     def _make_witness(self) -> Witness | None:
         """Returns what looks at some steps; None: that is turned off."""
         settings = self.settings
-        if not settings.recheck_trace:
+        if not (settings.recheck_trace or settings.check_parts):
             return None
-        share = SHARE if settings.recheck_trace is True else settings.recheck_trace
+        share = SHARE if settings.recheck_trace is True else float(settings.recheck_trace)
         return Witness(
             model=self.state.model,
             world=self.world,

@@ -69,6 +69,8 @@ class Program:
         lengths: those that vary in the graph.
         outputs: the model's, by place; `loss_place`: that of the loss; -1: the caller makes it.
         kept_inputs: those whose numbers stages have already.
+        is_parted: whether there are several micro-batches that a look at the step may run in parts.
+        kinds: what is to be looked at once at least: the graph, and that in micro-batches.
         wanted: what each stage receives whose gradient is wanted.
         handed_out: this rank's own samples that other ranks compute with: whose, and the message.
     """
@@ -80,6 +82,9 @@ class Program:
         self.outputs = dict(enumerate(self.traced.outputs))
         self.loss_place = next((place for place, each in self.outputs.items() if each.kind is OutputKind.LOSS), -1)
         self.kept_inputs = tuple(name for name, each in self.traced.inputs.items() if each.is_kept)
+        has_parts = self.traced.sizes.symbol is not None and len(batch.micro_batches) > 1
+        self.is_parted = has_parts and not self.kept_inputs
+        self.kinds = (self.traced.key, f"{self.traced.key} in parts") if self.is_parted else (self.traced.key,)
         self._factor: float | None = None
         self._seeds: dict[float, Tensor] = {}
         self._tasks: dict[tuple[tuple[Kind, ...], str], list[Task]] = {}

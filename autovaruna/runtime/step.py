@@ -99,8 +99,11 @@ class Step(ABC):
                 self._rank.trace.write_step()
                 if self._rank.trace.num_steps_left <= 0:
                     self._rank.trace = None
-        if self._is_over:
+        observation = self._executor.observation
+        if self._is_over or not self._call.needs_gradient:
             self._look()
+        elif observation is not None and observation.is_first:  # who knows what the script makes of outputs
+            observation.compare(is_over=False)
         return outputs
 
     def _look(self) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.clock import Clock
-from autovaruna.evidence.witness import Observed, StageWitness, Terms, UntriedError
+from autovaruna.evidence.stage_rows import Observed, Terms, UntriedError
+from autovaruna.evidence.witness import MOST_COUNTED, MOST_SAMPLES, StageWitness
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.traced import TracedModel
@@ -60,10 +61,11 @@ class Witness:
         self._right: dict[str, int] = {}  # the last step at which all was right, by graph
 
     def begin(self, call: ModelCall) -> Observation | None:
-        """Counts a step that trains; returns what is to be recorded of it, if anything."""
-        if not call.needs_gradient or not self.clock.begin(call.program.traced.key):
+        """Counts a step; returns what is to be recorded of it, if anything."""
+        kinds, tries = call.program.kinds, self.tries_parts and call.program.is_parted
+        if not (tries or call.needs_gradient) or not self.clock.begin(*kinds, trains=call.needs_gradient):
             return None
-        return Observation(self, call, self.step())
+        return Observation(self, call, self.step(), tries and any(map(self.clock.is_new, kinds)))
 
     def since(self, key: str) -> str:
         """Says, of an error that is found now, from which step on numbers may be wrong; empty: from this one on."""
@@ -82,9 +84,9 @@ class Witness:
         self._right.pop(key, None)
         self._stages = {each: found for each, found in self._stages.items() if each[0] != key}
 
-    def look(self, traced: TracedModel, step: int, act: Callable[[], str]) -> None:
-        """Has all ranks look at a step, where an error of one is one of all. Collective."""
-        began, steps = perf_counter(), self.clock.num_steps
+    def look(self, call: ModelCall, step: int, act: Callable[[], str], *, is_over: bool) -> None:
+        """Has all ranks look at a step, or at its forward, where an error of one is one of all. Collective."""
+        began, steps, key = perf_counter(), self.clock.num_steps, call.program.traced.key
         per_step = 0.0
         if self._looked is not None and steps > self._looked[0]:
             per_step = (began - self._looked[1]) / (steps - self._looked[0])
@@ -93,12 +95,14 @@ class Witness:
             try:
                 return act(), self.seconds + perf_counter() - began, per_step, self.trace_seconds
             except AutoVarunaError as error:
-                raise type(error)(f"{error}{self.since(traced.key)}") from error
+                raise type(error)(f"{error}{self.since(key)}") from error
 
         texts, seconds, steps_seconds, traces_seconds = zip(*gather_on_all(self.world, timed, _WHAT), strict=True)
-        self.clock.record(traced.key, seconds, max(steps_seconds), max(traces_seconds))
-        self._looked, self._right[traced.key] = (steps, perf_counter()), step
-        self.seconds = self.trace_seconds = 0.0
+        if is_over:
+            took = max(steps_seconds), max(traces_seconds)
+            self.clock.record(*call.program.kinds, seconds=seconds, step_seconds=took[0], trace_seconds=took[1])
+            self._looked, self._right[key] = (steps, perf_counter()), step
+            self.seconds = self.trace_seconds = 0.0
         for untried in dict.fromkeys(filter(None, texts)):
             if self.world.rank == 0:
                 warn_once(logger, self.model, untried)
@@ -107,11 +111,12 @@ class Witness:
 class Observation:
     """What this rank records of one step, and looks at when the step's activations are gone.
 
-    `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun.
+    `observed` are the micro-batches that count, by stage and micro-batch, once their forward has begun; `is_first` says
+    whether the step is the first of its kind in which samples are run again.
     """
 
-    def __init__(self, witness: Witness, call: ModelCall, step: int) -> None:
-        self._witness, self._call, self._step = witness, call, step
+    def __init__(self, witness: Witness, call: ModelCall, step: int, is_first: bool) -> None:
+        self._witness, self._call, self._step, self.is_first = witness, call, step, is_first
         self._chosen = _chosen(call) if witness.tries_parts else {}
         self.observed: dict[tuple[int, int], Observed] = {}
 
@@ -131,15 +136,17 @@ class Observation:
         if (found := self.observed.get((stage.index, part.index))) is not None:
             found.gradients[name] = gradient
 
-    def compare(self) -> None:
-        """Makes sure that samples give the same together and apart. Collective.
+    def compare(self, *, is_over: bool = True) -> None:
+        """Makes sure that samples give the same together and apart; once the step is over, in its backward, too.
+
+        Collective.
 
         Raises:
             TraceError, InputError: they do not.
         """
         traced, model = self._call.program.traced, self._witness.model
         with restored_attributes(model) if traced.runs_own_code else nullcontext():  # hooks may keep lists
-            self._witness.look(traced, self._step, self._compare)
+            self._witness.look(self._call, self._step, self._compare, is_over=is_over)
 
     def _compare(self) -> str:
         """Returns why a stage was not tried."""
@@ -148,32 +155,33 @@ class Observation:
             stage = program.graph.stages[index]
             witness = self._witness.of(stage, program.traced)
             terms = Terms(
-                program.graph.is_sum, self._witness.is_free, frozenset(program.wanted[index]), program.lengths
+                num_samples=program.batch.num_samples,
+                is_sum=program.graph.is_sum,
+                is_free=self._witness.is_free,
+                wanted=frozenset(program.wanted[index]),
+                lengths=program.lengths,
             )
             try:
-                first, *others = [self.observed[index, m] for m in parts if (index, m) in self.observed]
-                for other in others:
-                    first = witness.join(first, other, terms.is_sum)
-                error: AutoVarunaError | None = witness.refusal(first, terms)
+                error = witness.refusal([self.observed[index, m] for m in parts], terms)
             except UntriedError as reason:
                 error, untried = None, _UNTRIED % (type(self._witness.model).__qualname__, reason)
             if error is not None:
                 raise error
-        self.observed.clear()
         return untried
 
 
 def _chosen(call: ModelCall) -> dict[int, list[int]]:
-    """Returns the micro-batches that count, by stage: the last of the largest, or the last two of one sample."""
+    """Returns the micro-batches that count, by stage: the last of the largest ones, until there are enough samples."""
     program, found = call.program, dict[int, list[int]]()
-    if program.traced.sizes.symbol is None or len(program.batch.micro_batches) < 2:
+    if not program.is_parted:
         return {}
     for each in program.graph.instructions:
         if each.kind is Kind.FORWARD and each.micro_batch in program.batch.micro_batches:
             found.setdefault(each.stage, []).append(each.micro_batch)
     sizes = {m: part.size for m, part in program.batch.micro_batches.items()}
+    most = MOST_COUNTED if program.traced.joins_counts else MOST_SAMPLES
     chosen: dict[int, list[int]] = {}
     for stage, parts in found.items():
-        largest = [m for m in parts if sizes[m] == max(map(sizes.__getitem__, parts))]
-        chosen[stage] = largest[-1:] if sizes[largest[-1]] > 1 else largest[-2:]
-    return {stage: parts for stage, parts in chosen.items() if sum(map(sizes.__getitem__, parts)) > 1}
+        size = max(map(sizes.__getitem__, parts))
+        chosen[stage] = [m for m in parts if sizes[m] == size][-max(1, most // size) :]
+    return chosen

@@ -367,7 +367,9 @@ class Session:
         """What looks at the forward again; None: that is turned off."""
         assert self.traces is not None and self._model.engine is not None
         witness = self._model.engine.witness
-        return None if witness is None else TraceRecheck(self._model.module, self.traces, self._run.world, witness)
+        if witness is None or not self._run.settings.recheck_trace:
+            return None
+        return TraceRecheck(self._model.module, self.traces, self._run.world, witness)
 
     @cached_property
     def _same_inputs(self) -> SameInputs:

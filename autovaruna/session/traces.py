@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import AutoVarunaError, InputError, RankError
+from autovaruna.evidence.verify import compare
 from autovaruna.graph.batch.refusals import refuse_other_losses, refuse_single_values
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.run import TraceOptions
@@ -20,24 +21,18 @@ from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
-from autovaruna.graph.trial import PartsTrial
-from autovaruna.graph.verify import compare
 from autovaruna.log import TRYING, phase, warn_once
-from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.ranks.exchange import differences
 from autovaruna.ranks.world import World, gather_on_all, on_all
-from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.session.agreement import SharedCall
-from autovaruna.session.batch_values import BatchValues
 
 logger = logging.getLogger(__name__)
 _REPLACEMENTS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # of an attribute that is left out
 _MOST_SAMPLES = 4  # samples on which a graph is compared with its model
 MOST_GRAPHS = 32  # graphs that are kept
 _MOST_TRIED = 2  # traces that try to leave a dimension free
-_TRIED, _MOST_TRIED_COUNTS = 3, 16  # samples that are tried on parts of them, and where counts of several meet
-_TRIED_IN_HALVES = 8
 
 
 class Traces:
@@ -48,7 +43,6 @@ class Traces:
         self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self._fixed_lengths: Counter[tuple[str, int, int]] = Counter()
-        self._trial_refusals: dict[str, str] = {}  # why micro-batches do not make up the batch, by graph
         self._counted = frozenset[tuple[str, str]]()  # numbers that a forward changes; a graph that reads one is none
         self._dropped: list[str] = []  # keys of graphs that may read such a number, while the engine has them
         self.latest: TracedModel | None = None
@@ -160,8 +154,6 @@ class Traces:
         mark, settings = (traced.key, frozenset[int](), True), self._settings
         if mark not in self._checked and not settings.micro_batch_weight:
             refuse_other_losses(traced, settings.reduction == "sum", settings.batch_statistics == "exact")
-            if reason := self._trial_refusals.get(traced.key):
-                raise InputError(reason)
         self._checked.add(mark)  # each graph is checked once
 
     def _expected_parts(self, shared: SharedCall) -> int:
@@ -265,12 +257,10 @@ class Traces:
             self._counted |= changed
             self._dropped += self._known
             self._known.clear()
-        is_parted = self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
-        is_tried = self._settings.check_parts and is_parted
         has_numbers = not any(spec.is_kept for spec in traced.call.inputs)  # else stages have them
-        if has_numbers and (self._settings.check_trace or is_tried):
+        if has_numbers and self._settings.check_trace:
             with phase(logger, TRYING):
-                self._check(traced, shared, micro_batch_size, is_tried)
+                self._check(traced, shared, micro_batch_size)
         return traced
 
     def _is_dynamic(self, call: CallSpec) -> bool:
@@ -297,73 +287,23 @@ class Traces:
         )
         return partial(trace, self._model, call, self.device, options)
 
-    def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int, is_tried: bool) -> None:
-        """Makes sure that the graph computes what the model does, for a batch and for its micro-batches. Collective.
+    def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
+        """Makes sure that the graph computes what the model does. Collective.
 
-        The first rank that has the model whole compares it with the graph (after the split no rank has, as a rule);
-        meanwhile the last one tries the graph on parts of a batch, or another one does, with drawn weights. After the
-        split each stage is tried in the first step with the graph, with its weights: see `runtime/witness.py`.
+        The first rank that has the model whole compares it with the graph (after the split no rank has, as a rule).
+        Whether parts of a batch give what the whole does is seen in the first step: see `runtime/witness.py`.
         """
         size = micro_batch_size if traced.sizes.symbol is None else min(micro_batch_size, _MOST_SAMPLES)
         own = shared.sizes[self._world.rank]
-        able = self._world.gather_objects((own >= size, self._is_whole()), "finding who has the whole model")
-        compares = [rank for rank, each in enumerate(able) if each == (True, True)]
-        passing = [rank for rank, num in enumerate(shared.sizes) if num]
-        wholes = [rank for rank in passing if able[rank][1]]
-        is_split = any(isinstance(each, RemoteTensor) for each in self._model.parameters())
-        tries = wholes or ([] if is_split and self._settings.recheck_trace else passing)
+        able = self._world.gather_objects(own >= size and self._is_whole(), "finding who has the whole model")
 
-        def check_here() -> str:
-            if self._settings.check_trace and compares[:1] == [self._world.rank]:
+        def check_here() -> None:
+            if able.index(True) == self._world.rank:
                 samples = shared.samples(0, size) if not traced.asks_for_one else self._repeated(shared, max(2, size))
                 compare(traced, self._model, samples, self.device)
-            return self._try(traced, shared) if is_tried and tries[-1:] == [self._world.rank] else ""
 
-        self._trial_refusals[traced.key] = "".join(
+        if any(able):
             gather_on_all(self._world, check_here, "comparing the trace with the model")
-        )
-
-    def _try(self, traced: TracedModel, shared: SharedCall) -> str:
-        """Makes sure that parts of a batch give what the whole does; returns why the loss does not, if it is parted.
-
-        This rank's samples are repeated until there are enough; what holds of a graph is kept with what is measured.
-        """
-        settings = self._settings
-        is_free = settings.micro_batch_weight is not None or settings.batch_statistics != "exact"
-        known = trial_file(settings, traced, f"{settings.reduction} {is_free and 'from ends'}")
-        if known is not None and known.exists():
-            return ""
-        size = min(shared.global_batch_size, _MOST_TRIED_COUNTS) if traced.joins_counts else _TRIED
-        weigh = None if is_free else (lambda part: 1.0) if settings.reduction == "sum" else (lambda part: part)
-        for num_samples, first in ((size, 1), (_TRIED_IN_HALVES, _TRIED_IN_HALVES // 2)):  # one sample may be too few
-            tensors = self._repeated(shared, max(2, min(num_samples, traced.greatest or num_samples)))
-            values = partial(self._values_of_parts, traced)
-            trial = PartsTrial(traced, self._model, tensors, self.device, weigh, values, first)
-            error = trial.refusal()
-            if not trial.untried:
-                break
-        if isinstance(error, InputError):
-            return str(error)
-        if error is not None:
-            raise error
-        if trial.untried:
-            trial.log_untried()
-        else:
-            keep_tried(known)
-        return ""
-
-    def _values_of_parts(
-        self, traced: TracedModel, parts: Sequence[Sequence[Tensor]], shares: Sequence[float]
-    ) -> list[Mapping[str, Tensor]]:
-        """Returns what micro-batches are given of the whole batch, each of which is a rank's mini-batch."""
-        values = BatchValues(traced, lambda: dict(self._model.named_buffers()), self.device)
-        place = next(place for place, spec in enumerate(traced.call.inputs) if spec.is_batch)
-        sizes, lengths = [len(part[place]) for part in parts], traced.lengths_of(traced.call) or ()
-        pairs = enumerate(zip(sizes, shares, strict=True))
-        batch = GlobalBatch({m: MicroBatch(m, m, 0, size, share) for m, (size, share) in pairs}, ())
-        totals = [values.of_samples(part, size, lengths) for part, size in zip(parts, sizes, strict=True)]
-        made = values.of_batch(totals, sizes, parts[0], batch, lengths)
-        return [made[share] for share in shares]
 
     def _repeated(self, shared: SharedCall, size: int) -> list[Tensor]:
         """Returns this rank's tensors with its first samples, repeated until they are `size`."""

@@ -1,6 +1,6 @@
 """Draws models in which samples begin to meet at some step: each gives plain PyTorch's numbers up to that, and says so.
 
-Analysis and trial see nothing here, so that the steps alone tell.
+The analysis sees nothing here, so that the steps alone tell.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
-from autovaruna.graph.trial import PartsTrial
+from autovaruna.evidence.sample_runs import SampleRuns
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import Written
@@ -254,10 +254,10 @@ def test_one_micro_batch_may_count_as_it_likes() -> None:
 
 
 def test_what_cannot_be_tried_out_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartsTrial, "_run", Mock(side_effect=MemoryError("too much")))
+    monkeypatch.setattr(SampleRuns, "whole", Mock(side_effect=MemoryError("too much")))
     with caplog.at_level(logging.WARNING, "autovaruna"):
         AutoVaruna(counting_by(roomy_experts), num_micro_batches=2, **QUIET)(*batch())
-    assert "could not be tried out (MemoryError: too much)" in caplog.text
+    assert "was not run again on parts of a micro-batch: MemoryError: too much" in caplog.text
 
 
 @pytest.mark.parametrize("way", [lambda m, x, n: routed(m, x, 9), lambda m, x, n: x + m.numbers(n[n.argsort()])])

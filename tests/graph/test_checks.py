@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.evidence.verify import compare
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import OutputKind, TracedModel
-from autovaruna.graph.verify import compare
 from tests.catalogue.small import Written
 from tests.graph.models import CPU, call_of, traced, traced_function
 
@@ -38,7 +38,7 @@ def net(*more: nn.Module) -> nn.Sequential:
 
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
-    with TestCase().assertNoLogs("autovaruna.graph.verify", logging.INFO):
+    with TestCase().assertNoLogs("autovaruna.evidence.verify", logging.INFO):
         compare(trace or traced(model, X), model, [X], CPU)
 
 

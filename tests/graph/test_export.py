@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.verify import compare
+from autovaruna.evidence.verify import compare
 from tests.catalogue.small import Written
 from tests.graph.models import CPU, traced
 

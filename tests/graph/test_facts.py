@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.evidence.verify import EagerVsGraph, compare
 from autovaruna.graph.call import describe
 from autovaruna.graph.operators import Merge, rows
-from autovaruna.graph.verify import EagerVsGraph, compare
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.graph.models import CPU, named, traced, traced_function

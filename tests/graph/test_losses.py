@@ -273,14 +273,14 @@ def test_the_size_is_that_of_the_whole_batch(name: str) -> None:
     train_as_plain(case_of(f"of size {name}", OF_SIZE[name], whole=True), pipeline(2), 7, 6)
 
 
-SIZE, PLACES = "size of the batch is a number that", "follow from their places in the batch, is computed with in"
+SIZE, MIXES = "size of the batch is a number that", "mixes the samples of a batch:"
 NO_NUMBER: dict[str, Loss] = {
     f"{SIZE} clamp computes with": lambda m, x, y: m.losses(m.layers[0](x).clamp(max=x.shape[0] / 2), y).mean(),
     "no mean over its samples: mean": lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).mean(),
     "no mean over its samples: square": lambda m, x, y: (m.losses(m.layers[0](x), y).sum() + m.penalty()) / x.shape[0],
-    f"{PLACES} mul": lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
-    f"{PLACES} add": lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
-    f"{PLACES} index": lambda m, x, y: m.losses(
+    f"{MIXES} arange is": lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
+    f"{MIXES} cumsum is": lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
+    f"{MIXES} arange.* ": lambda m, x, y: m.losses(
         m.layers[0](x) + m.layers[0].weight.repeat(9, 1)[torch.arange(x.shape[0])], y
     ).mean(),
 }

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_number
+from autovaruna.graph.evaluate import call, evaluate
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.infer import reduction_of, reduction_tried
 from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
@@ -36,6 +37,8 @@ from autovaruna.graph.operators import (
     operator_of,
     reached,
 )
+from autovaruna.graph.precision import without_autocast
+from autovaruna.graph.rounding import clear_tolerance
 
 _SIZES = (1, 2, 3, 8)
 _POWERS = {ScalingUse.PLAIN: 0.0, ScalingUse.DIVISOR: 1.0, ScalingUse.FACTOR: -1.0}
@@ -44,7 +47,7 @@ PARTS = (3, 2)
 ALL = sum(PARTS)
 SIZES = (ALL, *PARTS)
 _MOST_ELEMENTS = 1 << 22
-_ALLOWED = 1e-3
+_ALLOWED = clear_tolerance([torch.empty((), dtype=torch.float32)])
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -208,20 +211,19 @@ def _drawn(value: Tensor, rows: Tensor | None, sizes: Sizes, generator: torch.Ge
     return [drawn.index_select(dimension, places(rows, part)) for part in range(len(SIZES))]
 
 
-def run(node: fx.Node, num_samples: int, sizes: Sizes, known: dict[fx.Node, Any]) -> Tensor:
+def run(node: fx.Node, num_samples: int, sizes: Sizes, known: Mapping[fx.Node, Any]) -> Tensor:
     """Computes what a node gives for a batch of some size; `known` has what is drawn."""
 
+    def is_run(each: fx.Node) -> bool:
+        return each not in known and isinstance(each.meta.get("val"), Tensor | list | tuple)
+
     def value_of(each: fx.Node) -> Any:
-        if each not in known:
-            value = each.meta.get("val")
-            is_made = isinstance(value, Tensor | list | tuple)
-            known[each] = result_of(each) if is_made else sizes.number(value, num_samples)
-        return known[each]
+        return known[each] if each in known else sizes.number(each.meta.get("val"), num_samples)
 
-    def result_of(each: fx.Node) -> Any:
-        target: Any = each.target
-        args, kwargs = fx.map_arg((each.args, each.kwargs), value_of)
-        return target(*args, **{name: "cpu" if name == "device" else given for name, given in kwargs.items()})
+    def run_here(each: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with without_autocast():
+            return call(each, args, {name: "cpu" if name == "device" else given for name, given in kwargs.items()})
 
-    found: Tensor = value_of(node)
+    made_of = reached([node], lambda each: each.all_input_nodes if is_run(each) else ())
+    found: Tensor = evaluate(sorted(filter(is_run, made_of)), value_of, [node], run_here)[node]
     return found

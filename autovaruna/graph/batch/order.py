@@ -41,7 +41,6 @@ class SampleOrders:
     def __init__(self, graph: KnownGraph) -> None:
         self.values, self._sizes = BatchAnalysis(graph), graph.sizes
         self._rows: dict[fx.Node, Tensor | None] = {}
-        self._fitting: dict[tuple[fx.Node, int], bool] = {}
         self.torn: dict[fx.Node, str] = {}
         for node in graph.module.graph.nodes if graph.sizes.symbol is not None else ():
             if self.values[node].dependence is Dependence.NONE or node.op == "output":
@@ -72,16 +71,6 @@ class SampleOrders:
             return outer
         length = sympy.cancel(free_value(node).shape[self._grown(node)[0][1]].node.expr / self._sizes.symbol)
         return length if outer == num_rows else None if length.free_symbols else outer
-
-    def fits(self, source: fx.Node, node: fx.Node) -> bool:
-        """Whether what follows from sizes alone is, for a micro-batch, what its samples meet of it in a node."""
-        others = [each for each in (node, *read(node)) if self.values[each].dependence is not Dependence.NONE]
-        alike = [each for each in others if self._num_rows(each) == self._num_rows(source)]
-        rows = next((rows for each in alike if (rows := self.of(each)) is not None), self.of(source))
-        if rows is None or (source, id(rows)) in self._fitting:
-            return rows is None or self._fitting[source, id(rows)]
-        self._fitting[source, id(rows)] = found = self._is_alike(source, rows)
-        return found
 
     def _is_alike(self, node: fx.Node, rows: Tensor) -> bool:
         value = node.meta["val"]

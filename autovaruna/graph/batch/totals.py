@@ -20,6 +20,7 @@ from autovaruna._torch import OpOverload, schema_of, storage_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import Powers
 from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, is_number, picked_symbols
+from autovaruna.graph.evaluate import evaluate
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.operators import (
@@ -45,7 +46,6 @@ from autovaruna.graph.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import NO_TOTALS, BatchTotals
 
@@ -422,9 +422,9 @@ class _Additions:
         """Notes what a node returns, and what else is known of it: that it is new, or has other arguments now."""
         symbolic, numeric = self._modes
         with torch.no_grad(), symbolic:
-            node.meta["val"] = _run(node, lambda each: each.meta["val"])
+            node.meta["val"] = evaluate([node], lambda each: each.meta["val"], [node])[node]
         with numeric:
-            value = _run(node, lambda each: self._facts[each.name].value)
+            value = evaluate([node], lambda each: self._facts[each.name].value, [node])[node]
         tensors = tensors_in(value)
         known = self._facts.get(node.name)
         given = [self._facts[each.name] for each in node.all_input_nodes]
@@ -438,10 +438,3 @@ class _Additions:
             is_random=False,
             num_flops=0.0 if known is None else known.num_flops,
         )
-
-
-def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    with in_precision(precision_of(node)):
-        return target(*args, **kwargs)

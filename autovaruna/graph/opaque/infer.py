@@ -2,7 +2,7 @@
 
 Integers are zeros, or ones if a module refuses those, as lengths. The trial runs on a thread of its own, where nothing
 traces, on a copy: neither the model nor its generators change. What is returned for a few samples, and for two parts of
-them, says how results for parts of a batch become that for the whole; gradients are left to the trial of the graph.
+them, says how results for parts of a batch become that for the whole; gradients are left to the first step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, op
 from autovaruna.graph.operators import is_differentiable
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, seed_generators, untouched_generator
+from autovaruna.graph.rounding import CLEAR, clear_tolerance, distance
 from autovaruna.graph.side_effects import check_modules, check_state, plain_state
 from autovaruna.graph.tree import HidingLeaf, Tree, flatten
 
@@ -36,7 +37,6 @@ USES_WEIGHTS = "it uses tensors of {} that are not among its arguments"
 _NEAR = 0.05
 _PARTS = (2, 3)
 _WHOLE = sum(_PARTS)
-_NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -257,6 +257,7 @@ def _is_linear_back(trial: OpaqueTrial) -> bool | None:
             leaves = [each for each in (*tensors, *state) if each.requires_grad]
             given = [torch.randn_like(each) for each in roots]
             is_narrow = any(each.dtype is torch.float16 for each in (*roots, *leaves))
+            noise = CLEAR * _allowed(trial, roots)
             most = 2.0 ** (4 if is_narrow else 14)
             one, again, *others = (
                 [
@@ -269,8 +270,7 @@ def _is_linear_back(trial: OpaqueTrial) -> bool | None:
             )
             is_steady = all(map(torch.equal, one, again)) and all(each.isfinite().all() for each in one)
             if is_steady and any(each.any() for each in one):
-                noise = _NOISE_OF_HALVES if is_narrow else 10 * _NOISE
-                return all(_is_close(*pair, noise) for other in others for pair in zip(other, one, strict=True))
+                return all(distance(*pair) <= noise for other in others for pair in zip(other, one, strict=True))
         except Exception:  # it has no gradient, wants other numbers, or goes back once
             continue
     return None
@@ -295,9 +295,8 @@ def _reductions_on(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: Dr
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
     whole, *of_parts = (_run(trial, each, seed=0) for each in (tensors, *parts))
     again = _run(trial, tensors, seed=1)
-    is_half = any(each.dtype in _HALVES for each in (*tensors, *whole, *trial.state))
-    noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
-    if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
+    noise = _allowed(trial, (*tensors, *whole))
+    if not all(distance(one, other) <= noise for one, other in zip(again, whole, strict=True)):  # it is random
         return [ReductionKind.UNKNOWN for _ in lines]
     return [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
 
@@ -309,7 +308,7 @@ def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: floa
         return ReductionKind.UNKNOWN
     grows = [place for place, (slope, _) in enumerate(line.lengths) if slope]
     if grows:
-        is_same = _is_close(torch.cat(list(parts), grows[0]), whole, noise)
+        is_same = distance(torch.cat(list(parts), grows[0]), whole) <= noise
         is_plain = len(grows) == 1 and line.lengths[grows[0]] == (1, 0)
         return ReductionKind.SAMPLES if is_same else ReductionKind.OTHER if is_plain else ReductionKind.UNKNOWN
     if not whole.any() and not any(each.any() for each in parts):
@@ -320,18 +319,16 @@ def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: floa
 def reduction_tried(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], noise: float) -> ReductionKind:
     """Returns how numbers of two parts of a batch, of such sizes, become that of the whole: mean, sum, or neither."""
     first, second = (each.double() if not each.is_complex() else each for each in parts)
-    if _is_close((sizes[0] * first + sizes[1] * second) / sum(sizes), whole, noise):
+    mean, total = (sizes[0] * first + sizes[1] * second) / sum(sizes), first + second
+    if distance(mean.to(whole.dtype), whole) <= noise:
         return ReductionKind.MEAN
-    return ReductionKind.SUM if _is_close(first + second, whole, noise) else ReductionKind.OTHER
+    return ReductionKind.SUM if distance(total.to(whole.dtype), whole) <= noise else ReductionKind.OTHER
 
 
-def _is_close(one: Tensor, other: Tensor, noise: float) -> bool:
-    """Whether two tensors differ by no more than `noise` times the greatest number in one."""
-    if one.shape != other.shape or not is_differentiable(other):
-        return torch.equal(one, other)
-    kind = torch.complex128 if other.is_complex() else torch.double
-    first, second = one.to(kind), other.to(kind)
-    return not other.numel() or float((first - second).abs().max()) <= noise * float(second.abs().max())
+def _allowed(trial: OpaqueTrial, tensors: Sequence[Tensor]) -> float:
+    """Returns how far apart numbers of a module may be by rounding: it may compute in single precision at the least."""
+    kinds = [torch.empty((), dtype=each.dtype) for each in trial.precision]
+    return clear_tolerance((*tensors, *trial.state, *kinds, torch.empty((), dtype=torch.float32)))
 
 
 def _run(trial: OpaqueTrial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:

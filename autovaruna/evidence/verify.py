@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,30 +22,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
+from autovaruna.graph.evaluate import NodeError, call, evaluate
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.opaque.run import OpaqueModule, profiling_mode, saving_nothing
 from autovaruna.graph.operators import run_opaque
-from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
+from autovaruna.graph.precision import compiling_nothing, in_precision, without_autocast
 from autovaruna.graph.random import draw_from, python_generators, seed_generators, untouched_generator
+from autovaruna.graph.rounding import BY_ROUNDING, CLEAR, SEEDS, Rounded, distance, tolerance, wide
 from autovaruna.graph.side_effects import changed_attributes
 from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
 
-_SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "linear", "rnn")
 _SEED = 0
 ModuleOutputs = dict[str, list[Tensor]]
 """What modules have returned last, by path, in that order."""
 logger = logging.getLogger(__name__)
-SEEDS = (1, 2)
 _MOST_NAMES = 5
-_NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_TINY = 1e-30
-BY_ROUNDING = 16.0
-"""A difference that is so many times what rounding does to the model itself is still one of rounding."""
-CLEAR = 10.0
-"""One that is so many times what is allowed is an error."""
 
 
 class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,28 +59,6 @@ class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(given.get("generator"), torch.Generator):
             given["generator"] = None
         return draw_from(_seed(func, args, given), self._device, func, *args, **given)
-
-
-class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Changes the results of sums (products, means, norms, ...) by as much as another order of summing may."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name.endswith("_") or not any(each in name for each in _SUMS):
-            return result
-        return pytree.tree_map_only(Tensor, self._rounded, result)
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.device != self._generator.device:
-            return tensor
-        step = torch.finfo(tensor.dtype).eps
-        noise = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32, device=tensor.device)
-        return tensor.mul_((1.0 + step * (2.0 * noise.double() - 1.0)).to(tensor.dtype))
 
 
 def _seed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
@@ -144,10 +115,25 @@ class EagerVsGraph:
         """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in state_of(self.model).items()}
-        run = GraphRun(self.traced.module, named | self.traced.constants, self.device, nodes)
+        graph, held = self.traced.module.graph, named | self.traced.constants
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), self._inputs(), strict=True))
+
+        def value_of(node: fx.Node) -> Any:
+            name = str(node.target)
+            return inputs[node] if node in inputs else held[name] if name in held else getattr(self.traced.module, name)
+
+        def run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if node.target is run_opaque:
+                seed_generators(self.device, _SEED)  # a module that is kept seeds Python's by it
+            value = call(node, args, kwargs)
+            if nodes is not None:
+                nodes.update(dict.fromkeys(modules_of(node), (node, value)))
+            return value
+
+        returned: Any = graph.output_node().args[0]
         with self._alike(), without_autocast(), profiling_mode():
-            outputs = run.run(*self._inputs(), enable_io_processing=False)
-        return [each.detach() for each in (*outputs, *(named[name] for name in self.state))]
+            values = evaluate([each for each in graph.nodes if each.op == "call_function"], value_of, returned, run)
+        return [each.detach() for each in (*map(values.__getitem__, returned), *map(named.__getitem__, self.state))]
 
     @cached_property
     def state(self) -> list[str]:
@@ -189,40 +175,6 @@ class EagerVsGraph:
         memo |= {id(each): each for each in (*self.model.parameters(), *hooks_of(self.model))}
         with without_script_hooks(self.model) if self.traced.watched else nullcontext():
             return copy.deepcopy(self.model, memo | self._clones())
-
-
-class GraphRun(fx.Interpreter):
-    """Runs a graph with the numbers of its model."""
-
-    extra_traceback = False
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        attributes: dict[str, Tensor],
-        device: torch.device,
-        nodes: dict[str, tuple[fx.Node, Any]] | None,
-        seed: int = _SEED,
-    ) -> None:
-        super().__init__(module)
-        self.seed, self._attributes, self._device, self._nodes = seed, attributes, device, nodes
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        known = self._attributes.get(str(target))
-        return super().get_attr(target, args, kwargs) if known is None else known
-
-    def value(self, node: fx.Node) -> Any:
-        return super().run_node(node)
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.target is run_opaque:
-            seed_generators(self._device, self.seed)  # a module that is kept seeds Python's by it
-        precision = precision_of(n)
-        with in_precision(precision) if precision else nullcontext():
-            value = self.value(n)
-        if self._nodes is not None:
-            self._nodes |= dict.fromkeys(modules_of(n), (n, value))
-        return value
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -277,15 +229,15 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
     except Exception as error:
         if own is not None and not plain:  # the model itself failed: the step says so
             return
-        logger.info("the trace was not compared with the model: %s: %s", type(error).__name__, first_line(error))
+        logger.info("the trace was not compared with the model: %s", _words(error))
         return
     _compare(both, plain, ours, model)
     try:
         again, left = both.plain_again()
     except Exception as error:  # plain PyTorch will say so
-        logger.info("the trace was not compared with a second call: %s: %s", type(error).__name__, first_line(error))
+        logger.info("the trace was not compared with a second call: %s", _words(error))
         return
-    if any(distance(one, other) > tolerance(traced) for one, other in zip(again, plain, strict=True)):
+    if any(distance(one, other) > tolerance(traced.values()) for one, other in zip(again, plain, strict=True)):
         raise TraceError(
             f"forward changes Python state, and its next call computes something else: got changes of "
             f"{', '.join(left[:_MOST_NAMES]) or 'what is no attribute of a module'}, which a trace would fix for good. "
@@ -294,9 +246,13 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
         )
 
 
+def _words(error: Exception) -> str:
+    return first_line(error) if isinstance(error, NodeError) else f"{type(error).__name__}: {first_line(error)}"
+
+
 def _compare(both: EagerVsGraph, plain: list[Tensor], ours: list[Tensor], model: nn.Module) -> None:
     """Makes sure that what the trace gives, `ours`, is what a call of the model gives."""
-    allowed = tolerance(both.traced)
+    allowed = tolerance(both.traced.values())
     found = [distance(one, other) for one, other in zip(ours, plain, strict=True)]
     if all(each <= allowed for each in found):
         return
@@ -325,41 +281,12 @@ def _difference(name: str, ours: Tensor, plain: Tensor, sizes: str) -> str:
     """Says what a tensor is that the trace gives and the model does not."""
     if ours.shape != plain.shape or ours.dtype != plain.dtype:
         return f"{name} is {_kind(ours)} by the trace and {_kind(plain)} by the model itself"
-    place = int((_wide(ours) - _wide(plain)).abs().nan_to_num(torch.inf, torch.inf).argmax())
+    place = int((wide(ours) - wide(plain)).abs().nan_to_num(torch.inf, torch.inf).argmax())
     numbers = [each.reshape(-1)[place].item() for each in (ours, plain)]
     return (
         f"{name}{f', element {place},' if ours.dim() else ''} is {numbers[0]:.9g} by the trace and "
         f"{numbers[1]:.9g} by the model itself (they differ by {sizes})"
     )
-
-
-def tolerance(traced: TracedModel) -> float:
-    """Returns the relative difference that needs no explanation, by the coarsest dtype in a graph: 1e-5 for float32."""
-    values = [leaf for fact in traced.facts.values() for leaf in pytree.tree_leaves(fact.value)]
-    kinds = {each.dtype for each in values if isinstance(each, Tensor) and each.is_floating_point()}
-    step: float = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-    return 2.0 * math.pow(step, 0.75)
-
-
-def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
-    """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return torch.inf
-    if one.layout is not torch.strided or not one.numel() or torch.equal(one, other):
-        return 0.0
-    first, second = _wide(one), _wide(other)
-    is_finite = second.isfinite()
-    if not is_finite.all():
-        if not torch.equal(first[~is_finite].nan_to_num(), second[~is_finite].nan_to_num()):
-            return torch.inf
-        first, second = first[is_finite], second[is_finite]
-    off, largest = (float(each.abs().max()) if each.numel() else 0.0 for each in (first - second, second))
-    return (off if math.isfinite(off) else torch.inf) / max(largest, least, _TINY)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return flat.detach().reshape(-1).to(torch.float32 if flat.dtype in _NARROW else torch.float64)
 
 
 def _where(both: EagerVsGraph, allowed: float) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import fx
 
-from autovaruna.graph.precision import in_precision, precision_of
+from autovaruna.graph.precision import in_precision, is_autocast, precision_of
 
 ValueOf = Callable[[fx.Node], Any]
 Run = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
@@ -22,8 +22,14 @@ class NodeError(Exception):
         self.node, self.error = node, error
 
 
+def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the operation of a node."""
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
 def evaluate(
-    nodes: Sequence[fx.Node], value_of: ValueOf, run: Run, wanted: Collection[fx.Node] = ()
+    nodes: Sequence[fx.Node], value_of: ValueOf, wanted: Iterable[fx.Node] = (), run: Run = call
 ) -> dict[fx.Node, Any]:
     """Runs nodes in order, each in its precision, and returns the values of those that are `wanted`.
 
@@ -35,23 +41,29 @@ def evaluate(
         NodeError: a node has raised something.
     """
     last = {source: node for node in nodes for source in node.all_input_nodes}
-    own, found = set(nodes), dict[fx.Node, Any]()
+    own, kept, found = set(nodes), set(wanted), dict[fx.Node, Any]()
     dropped: dict[fx.Node, list[fx.Node]] = {}
     for source, node in last.items():
-        if source in own and source not in wanted:
+        if source in own and source not in kept:
             dropped.setdefault(node, []).append(source)
 
     def value(source: fx.Node) -> Any:
         return found[source] if source in own else value_of(source)
 
     for node in nodes:
-        precision = precision_of(node)
         try:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            with in_precision(precision) if precision else nullcontext():
+            with _precision_around(node):
                 found[node] = run(node, args, kwargs)
         except Exception as error:
             raise NodeError(node, error) from error
-        for source in (*dropped.get(node, ()), *(() if node in last or node in wanted else (node,))):
+        for source in (*dropped.get(node, ()), *(() if node in last or node in kept else (node,))):
             del found[source]
-    return {node: found[node] if node in own else value_of(node) for node in wanted}
+    return {node: value(node) for node in kept}
+
+
+def _precision_around(node: fx.Node) -> AbstractContextManager[None]:
+    """Returns what turns on the autocasts that a trace has recorded for a node; while one is made, they are on."""
+    precision = precision_of(node)
+    is_other = precision or ("precision" in node.meta and is_autocast())
+    return in_precision(precision) if is_other else nullcontext()
