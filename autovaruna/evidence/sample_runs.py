@@ -120,15 +120,9 @@ class SampleRuns:
         given = dict(observed.of_batch)
         if not self._terms.is_sum and size < observed.size:
             given = of.given(given, share)
-        received, state = dict[str, Tensor](), self._state(run)
-        for name, tensor in observed.tensors.items():
-            value = self._rows(name, tensor.detach(), observed.size, samples).clone()
-            if name in self._terms.wanted and is_differentiable(value):
-                run.sources[Source(name, False)] = value.requires_grad_()
-            factor = share if of.dimension(name) is None else 1 / share
-            factor = factor if name in self.scaled else 1.0
-            factor *= 1.0 if is_whole or name not in self._varied else self._variation(samples)
-            received[name] = value * factor if factor != 1.0 else value[...]
+        state = self._state(run)
+        with torch.set_grad_enabled(self.goes_back):
+            received = {name: self._received(run, name, tensor, is_whole) for name, tensor in observed.tensors.items()}
 
         def value_of(node: fx.Node) -> Any:
             if node in state:
@@ -153,6 +147,16 @@ class SampleRuns:
         }
         run.state = {name: state[node] for node, name in of.state.items() if name in traced.steady_state}
         return run
+
+    def _received(self, run: SampleRun, name: str, tensor: Tensor, is_whole: bool) -> Tensor:
+        """Returns the samples of a run of what the stage received, of a leaf if there is a gradient of it."""
+        value = self._rows(name, tensor.detach(), self._observed.size, run.samples).clone()
+        if name in self._terms.wanted and is_differentiable(value):
+            run.sources[Source(name, False)] = value.requires_grad_()
+        factor = run.share if self._of.dimension(name) is None else 1 / run.share
+        factor = factor if name in self.scaled else 1.0
+        factor *= 1.0 if is_whole or name not in self._varied else self._variation(run.samples)
+        return value * factor if factor != 1.0 else value[...]
 
     @cached_property
     def _varied(self) -> set[str]:
