@@ -21,6 +21,7 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -218,9 +219,10 @@ def read_part(slot: Path) -> RankPart | None:
 
 
 def write_record(slot: Path, part: RankPart) -> None:
-    """Makes a part complete whose files are there."""
-    new = slot / f".{RECORD}"
+    """Makes a part complete whose files are there; its time is on the monotonic clock of this host."""
+    new, now = slot / f".{RECORD}", time.monotonic()
     new.write_bytes(msgspec.json.encode(part))
+    os.utime(new, (now, now))
     os.replace(new, slot / RECORD)
 
 

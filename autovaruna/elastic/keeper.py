@@ -33,6 +33,7 @@ from autovaruna.elastic.host_processes import (
     is_alive,
     memory_kills,
     processes_with,
+    record_word,
     state_of,
     versions,
 )
@@ -211,7 +212,7 @@ class Keeper:
             return None
         reports = filter(None, map(Progress.read, folders_in(folder, "rank-")))
         reported = max((max(its.steps, *its.snapshots) for its in reports), default=-1)
-        place, age = str(slot.relative_to(self.folder)), time.time() - (slot / RECORD).stat().st_mtime
+        place, age = str(slot.relative_to(self.folder)), time.monotonic() - (slot / RECORD).stat().st_mtime
         return {"attempt": number, "reported": reported, "place": place, "age": age, "part": asdict(part)}
 
     def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
@@ -428,11 +429,11 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
 
 
 class StandardStreams:
-    """Requests on standard input, answers on standard output; each request touches the file `lock`."""
+    """Requests on standard input, answers on standard output; each request is recorded in the file `lock`."""
 
     def __init__(self, keeper: Keeper, lock: int) -> None:
         self._keeper = keeper
-        self._file = lock
+        self._held_lock = lock
         self._lock = threading.Lock()
         self._last_word = time.monotonic()
 
@@ -447,7 +448,7 @@ class StandardStreams:
         with ThreadPoolExecutor(4) as pool:
             for text in sys.stdin:
                 self._last_word = time.monotonic()
-                os.utime(self._file)
+                record_word(self._held_lock)
                 request = json.loads(text)
                 if request["do"] == "quit":
                     return True

@@ -21,9 +21,10 @@ import pytest
 
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
-from autovaruna.elastic.host_processes import processes_with
+from autovaruna.elastic.host_processes import processes_with, state_of
 from autovaruna.elastic.job_folder import ALONE, RankPart, Reporter, write_record
 from autovaruna.elastic.job_state import find_state
+from autovaruna.elastic.keeper import Keeper
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
 from autovaruna.elastic.watch import JobWatch
@@ -81,6 +82,10 @@ def test_files_of_the_job_are_read_and_no_others(link: Link, tmp_path: Path) -> 
     for other in ({"authority": Authority()}, {"host": "h3"}):
         with pytest.raises(OSError, match="127"):
             read(link, "mine", **other)
+    with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
+        connection.send_bytes(b"[" * 100_000)
+        with pytest.raises(REFUSED):
+            connection.recv_bytes()
     assert read(link, "mine") == b"words"
     assert oct((tmp_path / "job").stat().st_mode)[-3:] == "700"
     assert oct((tmp_path / "job" / "credentials.json").stat().st_mode)[-3:] == "600"
@@ -204,6 +209,16 @@ def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
     assert found.keys() == {"h2", "h3"}, "another host, and none"
 
 
+def test_a_state_is_as_old_as_it_is_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job").mkdir()
+    own = Keeper(tmp_path / "job", AUTHORITY.credentials("localhost"), None)
+    own.begin(1, 2, None)
+    part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600.0)
+    assert 0.0 <= own.inventory()[0]["age"] < 60.0
+
+
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
     link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
@@ -213,7 +228,13 @@ def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [6]
 
 
+def keeper_of(job: Path) -> int:
+    """Returns the process that has the lock of a job's folder."""
+    return int((job / LOCK).read_text().split()[0])
+
+
 def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
+    """Once, where the clock of a host had jumped back, that was so an hour later."""
     link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     second = Link("localhost", settings_of(tmp_path / "job"))
@@ -221,7 +242,8 @@ def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
     assert link.ask("ping").result(10.0)["ranks"] == {}
-    os.kill(int((tmp_path / "job" / LOCK).read_text()), signal.SIGSTOP)
+    os.kill(keeper_of(tmp_path / "job"), signal.SIGSTOP)
+    os.utime(tmp_path / "job" / LOCK, (time.time() + 3600.0,) * 2)
     wait_for(lambda: link.is_silent, "a silent keeper")
     with keeper(tmp_path / "job") as third:
         assert [each["part"]["step"] for each in third.ask("inventory").result(10.0)] == [3] and link.is_gone
@@ -238,13 +260,21 @@ def test_a_host_on_which_the_script_cannot_run_says_why(tmp_path: Path) -> None:
 
 
 def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    with keeper(tmp_path / "job", has_standby=True) as link:
-        wait_for(lambda: link.is_ready, "a standby process", 40.0)
-        (standby,) = processes_with(str(tmp_path / "job" / "standby").encode())
-        os.kill(standby, signal.SIGKILL)
-        wait_for(lambda: not link.is_ready, "a report")
-        wait_for(lambda: link.is_ready, "another standby process", 40.0)
-    assert not processes_with(str(tmp_path / "job" / "standby").encode())
+    """And one that is stopped goes on, whichever keeper has started it; once, ranks waited for it."""
+    job = tmp_path / "job"
+    with keeper(job, has_standby=True) as first:
+        wait_for(lambda: first.is_ready, "a standby process", 40.0)
+        (standby,) = processes_with(str(job / "standby").encode())
+        os.kill(standby, signal.SIGSTOP)
+        wait_for(lambda: state_of(standby) == "S", "the same one, which goes on")
+        os.kill(keeper_of(job), signal.SIGKILL)
+        with keeper(job, has_standby=True) as link:
+            os.kill(standby, signal.SIGSTOP)
+            wait_for(lambda: state_of(standby) == "S", "the same one, which goes on")
+            os.kill(standby, signal.SIGKILL)
+            wait_for(lambda: not link.is_ready, "a report")
+            wait_for(lambda: link.is_ready, "another standby process", 40.0)
+    assert not processes_with(str(job / "standby").encode())
 
 
 @contextmanager
