@@ -102,11 +102,9 @@ def receiving_notices(
         fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
-    port = Server(authority.credentials(_MANAGER), answer).port
+    port, own = Server(authority.credentials(_MANAGER), answer).port, os.getpid()
     attempt = 0 if known is None else known.attempt
-    address = Address(
-        socket.gethostname(), port, authority.key, os.getpid(), birth_of(os.getpid()), job, folder, attempt, asked
-    )
+    address = Address(socket.gethostname(), port, authority.key, own, birth_of(own), job, folder, attempt, asked)
     address.write(path)
     try:
         yield address
