@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -66,6 +67,7 @@ from autovaruna.ranks.launcher import remove_leftovers
 from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
+_NEW_RANKS_SECONDS = 0.2  # between two looks for ranks that have come
 _PATIENCE_SECONDS = 5.0
 _HICCUP_SECONDS = 0.5
 _HURRY_SECONDS = 3.0  # that a connection for copies may take, so that a firewall is told of soon
@@ -282,11 +284,18 @@ class Keeper:
     def _watch_ranks(self) -> None:
         """Records when each rank's process is gone: the first one is why others follow."""
         while True:
-            time.sleep(_LOOK_SECONDS)
+            gone, files = self._gone, dict[int, str]()  # those of this run: the next one has others
             for folder in self._rank_folders():
-                progress = Progress.read(folder) if folder.name not in self._gone else None
-                if progress is not None and not is_alive(progress.process):
-                    self._gone[folder.name] = time.monotonic()
+                progress = Progress.read(folder) if folder.name not in gone else None
+                if progress is not None:
+                    try:
+                        files[os.pidfd_open(progress.process)] = folder.name
+                    except OSError:
+                        gone[folder.name] = time.monotonic()
+            for file in select.select(files, [], [], _NEW_RANKS_SECONDS)[0]:
+                gone[files[file]] = time.monotonic()
+            for file in files:
+                os.close(file)
 
     # copies on another host
 
