@@ -45,6 +45,7 @@ from autovaruna.elastic.job_folder import (
     FULL,
     HOLD,
     LEAVE,
+    NOT_FULL,
     NUM_RANKS,
     PINNED,
     RECORD,
@@ -117,8 +118,11 @@ class Keeper:
         if number_in(folder / NUM_RANKS) != num_ranks:
             (folder / NUM_RANKS).write_text(str(num_ranks))
         self._kept = self._newest_before(number)
-        for name in (LEAVE, HOLD, FULL, REFUSED):
+        for name in (LEAVE, HOLD, REFUSED):
             (self.folder / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.replace(self.folder / FULL, self.folder / NOT_FULL)
+        (self.folder / NOT_FULL).touch()
         self._first_kills = memory_kills()
         self._copied, self._copy_fault, self._copied_at = None, "", time.monotonic()
         (folder / ALONE).unlink(missing_ok=True)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +26,7 @@ import pytest
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.host_processes import processes_with, state_of
-from autovaruna.elastic.job_folder import ALONE, RankPart, Reporter, write_record
+from autovaruna.elastic.job_folder import ALONE, FULL, RankPart, Reporter, write_record
 from autovaruna.elastic.job_state import find_state
 from autovaruna.elastic.keeper import Keeper
 from autovaruna.elastic.link import Link
@@ -113,7 +117,7 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
         open_bytes(place).__enter__()
 
 
-def send(link: Link, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
+def send(link: Link | SimpleNamespace, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
     """Returns what a keeper answers to whoever sends a copy of a part."""
     with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
         connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
@@ -140,6 +144,34 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
             send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
     assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
     assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
+
+
+def test_what_was_heard_on_the_way_is_of_no_use_a_second_time(link: Link, tmp_path: Path) -> None:
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as relay, ThreadPoolExecutor(3) as pool:
+
+        def pass_on(source: socket.socket, target: socket.socket, words: bytearray) -> None:
+            with suppress(OSError):
+                while data := source.recv(4096):
+                    words += data
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def stand_between() -> None:
+            near, far = relay.accept()[0], socket.create_connection(("127.0.0.1", link.port))
+            pool.submit(pass_on, near, far, heard)
+            pool.submit(pass_on, far, near, bytearray())
+
+        pool.submit(stand_between)
+        between = SimpleNamespace(port=relay.getsockname()[1])
+        assert send(between, asdict(part_in(tmp_path / "slot")), [b"weights"]) == b"taken"
+    shutil.rmtree(tmp_path / "job" / "attempt-00004" / "copy-00001")
+    with socket.create_connection(("127.0.0.1", link.port), 10.0) as again, suppress(ConnectionResetError):
+        again.sendall(heard)
+        while again.recv(4096):
+            pass
+    assert not link.ask("inventory").result(10.0)
 
 
 def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link, tmp_path: Path) -> None:
@@ -171,13 +203,14 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
 
 
 def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, tmp_path: Path) -> None:
-    """Once, nobody heard of it, and there were no more snapshots."""
+    """Once, nobody heard of it, and there were no more snapshots; later, where it had no inodes either."""
     for number in range(2):
         slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
         slot.mkdir(parents=True)
         (slot / "weights").symlink_to("/dev/full")
     link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
+    (tmp_path / "job" / FULL).symlink_to("/nowhere/full")  # so that no file can be made there
     with pytest.raises(REFUSED):
         send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
     wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
