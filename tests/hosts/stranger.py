@@ -28,7 +28,7 @@ REQUESTS = (
     *({"read": place, "offset": 0, "count": 9} for place in ("keeper.lock", "credentials.json")),
 )
 RAW = (b"", b"\0" * 4096, b"[" * 100_000, b"\xff" * 64, b"GET / HTTP/1.0\r\n\r\n", json.dumps(REQUESTS[0]).encode())
-IN_FILES = ("/dev/shm/autovaruna-*/*", "/run/home/.autovaruna/jobs/*", "/proc/*/environ", "/proc/*/fd/*")
+IN_FILES = ("/dev/shm/autovaruna-*/*", "/run/home/.autovaruna/jobs/*", "/proc/*/environ")
 
 
 def tell(words: object) -> None:
