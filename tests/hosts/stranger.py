@@ -1,7 +1,7 @@
 """Is somebody who has no business with a job: another user of a host of it, or who is on another host of its network.
 
 stranger.py attack ADDRESS NAME PORT...   tries what he can at ports of a host with that name in the job
-stranger.py wait PORT                     takes the place of a keeper that has died, until standard input ends
+stranger.py wait PORT                     takes the place of a keeper that has died, until it is killed
 Prints ``got WORDS`` for whatever he could read of the job, or was asked to keep.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import ssl
 import sys
@@ -79,7 +80,7 @@ def wait(port: int) -> None:
     with patch.object(socket, "create_server", lambda *_, **__: listener):
         Server(FORGED, answer)
     print("there", flush=True)
-    sys.stdin.read()
+    signal.pause()
 
 
 def main() -> None:

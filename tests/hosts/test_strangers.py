@@ -46,12 +46,13 @@ def test_another_user_and_another_host_get_nothing_and_the_job_goes_on(hosts: Ho
         (port,) = ports_of(own["h2"])
         run.strike(own["h2"])
         run.wait(lambda: run.process("h2", "elastic.keeper") != own["h2"], "the keeper's end")
-        with closing(hosts.start("h2", [*NOBODY, *call, "wait", str(port)])) as stranger:
-            assert stranger.stdout is not None and stranger.stdout.readline() == "there\n"
-            run.wait_for_steps(40)
-            run.strike(run.ranks()[0][1], signal.SIGKILL)
-            run.wait_for_event("running", since)
-            assert "got" not in stranger.communicate(timeout=20.0)[0]
+        stranger = hosts.start("h2", [*NOBODY, *call, "wait", str(port)])
+        assert stranger.stdout is not None and stranger.stdout.readline() == "there\n"
+        run.wait_for_steps(40)
+        run.strike(run.ranks()[0][1], signal.SIGKILL)
+        run.wait_for_event("running", since)
+        stranger.end()
+        assert "got" not in stranger.stdout.read()
         starts = [event["step"] for event in run.events[since:] if event["event"] == "start"]
         assert all(0 < step < 10**6 for step in starts), run.text
         run.stop_soon()
