@@ -294,8 +294,9 @@ class Keeper:
                 if progress is not None:
                     try:
                         files[os.pidfd_open(progress.process)] = folder.name
-                    except OSError:
-                        gone[folder.name] = time.monotonic()
+                    except OSError:  # it has gone, or the system is too old for this
+                        if not is_alive(progress.process):
+                            gone[folder.name] = time.monotonic()
             for file in select.select(files, [], [], _NEW_RANKS_SECONDS)[0]:
                 gone[files[file]] = time.monotonic()
             for file in files:
