@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from subprocess import PIPE
 
 from autovaruna.errors import ConfigError
 
@@ -30,16 +32,19 @@ def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> 
             return {"localhost": num_slots}
         lines = read_lines(path, "--machine_list", "a machine a line")
         return _hosts_in(lines, f"--machine_list {path}", num_slots)
+    shell = subprocess.Popen(command, shell=True, text=True, stdout=PIPE, stderr=PIPE, start_new_session=True)
     try:
-        found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_SECONDS)
+        out, err = shell.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
+        os.killpg(shell.pid, signal.SIGKILL)  # what the shell has started, too
+        shell.wait()
         raise ConfigError(f"--discover_hosts {command!r} takes longer than {_SECONDS:.0f} s") from None
-    if found.returncode:
+    if shell.returncode:
         raise ConfigError(
-            f"--discover_hosts {command!r} ended with status {found.returncode}: {found.stderr.strip()[-300:]}; "
+            f"--discover_hosts {command!r} ended with status {shell.returncode}: {err.strip()[-300:]}; "
             "expected a machine a line"
         )
-    return _hosts_in(found.stdout.splitlines(), f"--discover_hosts {command!r}", num_slots)
+    return _hosts_in(out.splitlines(), f"--discover_hosts {command!r}", num_slots)
 
 
 def _hosts_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, int]:

@@ -53,10 +53,20 @@ def end_all(words: bytes) -> int:
 
 def state_of(process: int) -> str:
     """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
+    return _stat_of(process)[0]
+
+
+def birth_of(process: int) -> str:
+    """Returns when a process began, which tells it from a later one of its number; empty: it has gone."""
+    state, *others = _stat_of(process)
+    return "" if state in ("", "Z") else others[18]
+
+
+def _stat_of(process: int) -> list[str]:
     try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return [""]
 
 
 def memory_kills() -> int:
@@ -87,10 +97,17 @@ def acquire_from_abandoned(lock: Path) -> int | None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
         with suppress(OSError, ValueError):
-            holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
+            holder, spoken_to = lock.read_text().split()
+            is_alone = time.monotonic() - float(spoken_to) > _ALONE_SECONDS
             if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
-                os.kill(holder, signal.SIGKILL)
+                os.kill(int(holder), signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
     if file is not None:
-        os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
+        record_word(file)
     return file
+
+
+def record_word(lock: int) -> None:
+    """Records in a keeper's lock which process it is, and when its manager last spoke to it, on the monotonic clock."""
+    words = f"{os.getpid():10} {time.monotonic():16.2f}"
+    os.pwrite(lock, words.encode(), 0)  # as long as before: memory may be full by now

@@ -8,7 +8,7 @@
                   ranks, alone             how many there are in this run; see below
     pinned/                                links to parts that are written to disk
     restore/                               the state for the next ranks, in the form of a checkpoint
-    leave, hold, full, ahead.json, refused see below
+    leave, hold, full, not-full, ahead.json, refused see below
 
 A report of progress costs a microsecond, so every call makes two: a rank that hangs is told from those that wait for
 it. A part is complete once its record is there, which is written last and removed first. Nothing here needs torch.
@@ -21,6 +21,7 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from autovaruna.config.files import read_record, write_whole
 
 VARIABLE = "VARUNA_JOB"  # where a rank of a job with a manager finds its `JobPlace`, as JSON
 LEAVE, HOLD = "leave", "hold"  # ranks are to end at a step's border; to write no snapshots now
-FULL = "full"  # the host has no room for snapshots
+FULL, NOT_FULL = "full", "not-full"  # whether the host has room for snapshots
 REFUSED = "refused"  # why a rank could not load the state that it was to go on from
 AHEAD = "ahead.json"  # a rank asks for plans for fewer ranks
 ALONE = "alone"  # in an attempt's folder: no copies arrive on the other host, and ranks do not wait for them
@@ -90,7 +91,8 @@ def attempt_folder(folder: Path, attempt: int) -> Path:
 def record_full(folder: Path, error: BaseException) -> None:
     """Records in a job's folder that this host has no room, if an error says so."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        (folder / FULL).touch()  # an empty file needs none
+        with suppress(OSError):
+            os.replace(folder / NOT_FULL, folder / FULL)  # a new file would take an inode, of which there may be none
 
 
 def number_in(file: Path) -> int:
@@ -218,9 +220,10 @@ def read_part(slot: Path) -> RankPart | None:
 
 
 def write_record(slot: Path, part: RankPart) -> None:
-    """Makes a part complete whose files are there."""
-    new = slot / f".{RECORD}"
+    """Makes a part complete whose files are there; its time is on the monotonic clock of this host."""
+    new, now = slot / f".{RECORD}", time.monotonic()
     new.write_bytes(msgspec.json.encode(part))
+    os.utime(new, (now, now))
     os.replace(new, slot / RECORD)
 
 

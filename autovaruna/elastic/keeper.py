@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from autovaruna.elastic.host_processes import (
     is_alive,
     memory_kills,
     processes_with,
+    record_word,
     state_of,
     versions,
 )
@@ -43,6 +45,7 @@ from autovaruna.elastic.job_folder import (
     FULL,
     HOLD,
     LEAVE,
+    NOT_FULL,
     NUM_RANKS,
     PINNED,
     RECORD,
@@ -65,6 +68,7 @@ from autovaruna.ranks.launcher import remove_leftovers
 from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
+_NEW_RANKS_SECONDS = 0.2  # between two looks for ranks that have come
 _PATIENCE_SECONDS = 5.0
 _HICCUP_SECONDS = 0.5
 _HURRY_SECONDS = 3.0  # that a connection for copies may take, so that a firewall is told of soon
@@ -114,8 +118,11 @@ class Keeper:
         if number_in(folder / NUM_RANKS) != num_ranks:
             (folder / NUM_RANKS).write_text(str(num_ranks))
         self._kept = self._newest_before(number)
-        for name in (LEAVE, HOLD, FULL, REFUSED):
+        for name in (LEAVE, HOLD, REFUSED):
             (self.folder / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.replace(self.folder / FULL, self.folder / NOT_FULL)
+        (self.folder / NOT_FULL).touch()
         self._first_kills = memory_kills()
         self._copied, self._copy_fault, self._copied_at = None, "", time.monotonic()
         (folder / ALONE).unlink(missing_ok=True)
@@ -211,7 +218,7 @@ class Keeper:
             return None
         reports = filter(None, map(Progress.read, folders_in(folder, "rank-")))
         reported = max((max(its.steps, *its.snapshots) for its in reports), default=-1)
-        place, age = str(slot.relative_to(self.folder)), time.time() - (slot / RECORD).stat().st_mtime
+        place, age = str(slot.relative_to(self.folder)), time.monotonic() - (slot / RECORD).stat().st_mtime
         return {"attempt": number, "reported": reported, "place": place, "age": age, "part": asdict(part)}
 
     def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
@@ -281,11 +288,19 @@ class Keeper:
     def _watch_ranks(self) -> None:
         """Records when each rank's process is gone: the first one is why others follow."""
         while True:
-            time.sleep(_LOOK_SECONDS)
+            gone, files = self._gone, dict[int, str]()  # those of this run: the next one has others
             for folder in self._rank_folders():
-                progress = Progress.read(folder) if folder.name not in self._gone else None
-                if progress is not None and not is_alive(progress.process):
-                    self._gone[folder.name] = time.monotonic()
+                progress = Progress.read(folder) if folder.name not in gone else None
+                if progress is not None:
+                    try:
+                        files[os.pidfd_open(progress.process)] = folder.name
+                    except OSError:  # it has gone, or the system is too old for this
+                        if not is_alive(progress.process):
+                            gone[folder.name] = time.monotonic()
+            for file in select.select(files, [], [], _NEW_RANKS_SECONDS)[0]:
+                gone[files[file]] = time.monotonic()
+            for file in files:
+                os.close(file)
 
     # copies on another host
 
@@ -428,11 +443,11 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
 
 
 class StandardStreams:
-    """Requests on standard input, answers on standard output; each request touches the file `lock`."""
+    """Requests on standard input, answers on standard output; each request is recorded in the file `lock`."""
 
     def __init__(self, keeper: Keeper, lock: int) -> None:
         self._keeper = keeper
-        self._file = lock
+        self._held_lock = lock
         self._lock = threading.Lock()
         self._last_word = time.monotonic()
 
@@ -447,7 +462,7 @@ class StandardStreams:
         with ThreadPoolExecutor(4) as pool:
             for text in sys.stdin:
                 self._last_word = time.monotonic()
-                os.utime(self._file)
+                record_word(self._held_lock)
                 request = json.loads(text)
                 if request["do"] == "quit":
                     return True

@@ -130,7 +130,7 @@ class Link:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with suppress(ValueError, KeyError, TypeError):  # a shell may greet
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # a shell may greet
                 self._receive(json.loads(line))
         self._process.wait()
         self._fail()

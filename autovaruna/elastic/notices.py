@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
+from autovaruna.elastic.host_processes import birth_of
 from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
 from autovaruna.ranks.tls import Authority, Connection, Server, connect
@@ -51,6 +52,7 @@ class Address:
     port: int
     key: str  # of the job's authority
     process: int
+    birth: str  # of the process
     job: str
     folder: str
     attempt: int = 0  # the newest run
@@ -71,11 +73,8 @@ class Address:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the manager was one of this machine, and has ended."""
-        try:
-            return self.host == socket.gethostname() and not Path(f"/proc/{self.process}/cmdline").read_bytes()
-        except OSError:
-            return True
+        """Whether the manager was one of this machine, and has ended; its number may be another process's by now."""
+        return self.host == socket.gethostname() and birth_of(self.process) != self.birth
 
 
 def new_address_file() -> Path:
@@ -103,9 +102,9 @@ def receiving_notices(
         fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
-    port = Server(authority.credentials(_MANAGER), answer).port
+    port, own = Server(authority.credentials(_MANAGER), answer).port, os.getpid()
     attempt = 0 if known is None else known.attempt
-    address = Address(socket.gethostname(), port, authority.key, os.getpid(), job, folder, attempt, asked)
+    address = Address(socket.gethostname(), port, authority.key, own, birth_of(own), job, folder, attempt, asked)
     address.write(path)
     try:
         yield address

@@ -16,6 +16,7 @@ import pkgutil
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from typing import Any
 
 import autovaruna
 from autovaruna.elastic import rank_script
-from autovaruna.elastic.host_processes import acquire_lock
+from autovaruna.elastic.host_processes import acquire_lock, state_of
 
 LOCK, SOCKET = "keeper.lock", "standby"  # files of a job's folder: its keeper's, and its standby process's
 LIBRARIES = ("accelerate", "lightning", "transformers")  # take longer than torch, and few scripts use them
@@ -37,6 +38,7 @@ _NOT_IMPORTED = ("__main__", "run_varuna")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # counts GPUs without the driver, which no fork could use afterwards
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20  # how long the process outlives the host's keeper, for a new one to come
+_PEER = struct.Struct("3i")  # a process, its user and its group
 _LENGTH_BYTES, _NUM_FILES = 8, 3  # what a stub sends first: how long its variables are, and its standard streams
 
 
@@ -174,7 +176,7 @@ class StandbyProcess:
     def __init__(self, folder: Path, libraries: Sequence[str]) -> None:
         self._folder, self._libraries = folder, libraries
         self._process: subprocess.Popen[bytes] | None = None
-        if not _is_listening(folder / SOCKET):
+        if not _listener(folder / SOCKET):
             self._start()
         threading.Thread(target=self._supervise, daemon=True).start()
 
@@ -190,8 +192,12 @@ class StandbyProcess:
         delay = _FIRST_DELAY_SECONDS
         while True:
             time.sleep(delay)
-            is_there = self._process.poll() is None if self._process else _is_listening(self._folder / SOCKET)
-            if is_there or not self._folder.exists():
+            own = self._process
+            process = _listener(self._folder / SOCKET) if own is None else own.pid if own.poll() is None else 0
+            if process and state_of(process) == "T":  # ranks that start there wait for it
+                with suppress(OSError):
+                    os.kill(process, signal.SIGCONT)
+            if process or not self._folder.exists():
                 continue
             delay = min(60.0, 2 * delay)  # one that cannot start is not tried all the time
             (self._folder / SOCKET).unlink(missing_ok=True)
@@ -207,13 +213,15 @@ class StandbyProcess:
             )
 
 
-def _is_listening(path: Path) -> bool:
+def _listener(path: Path) -> int:
+    """Returns the process that listens at a socket; 0: none does."""
     try:
         with socket.socket(socket.AF_UNIX) as tried:
             tried.connect(str(path))
+            process, _, _ = _PEER.unpack(tried.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            return int(process)
     except OSError:
-        return False
-    return True
+        return 0
 
 
 class QuickEnd:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +25,10 @@ import pytest
 
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
-from autovaruna.elastic.host_processes import processes_with
-from autovaruna.elastic.job_folder import ALONE, RankPart, Reporter, write_record
+from autovaruna.elastic.host_processes import processes_with, state_of
+from autovaruna.elastic.job_folder import ALONE, FULL, RankPart, Reporter, write_record
 from autovaruna.elastic.job_state import find_state
+from autovaruna.elastic.keeper import Keeper
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
 from autovaruna.elastic.watch import JobWatch
@@ -81,6 +86,10 @@ def test_files_of_the_job_are_read_and_no_others(link: Link, tmp_path: Path) -> 
     for other in ({"authority": Authority()}, {"host": "h3"}):
         with pytest.raises(OSError, match="127"):
             read(link, "mine", **other)
+    with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
+        connection.send_bytes(b"[" * 100_000)
+        with pytest.raises(REFUSED):
+            connection.recv_bytes()
     assert read(link, "mine") == b"words"
     assert oct((tmp_path / "job").stat().st_mode)[-3:] == "700"
     assert oct((tmp_path / "job" / "credentials.json").stat().st_mode)[-3:] == "600"
@@ -108,7 +117,7 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
         open_bytes(place).__enter__()
 
 
-def send(link: Link, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
+def send(link: Link | SimpleNamespace, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
     """Returns what a keeper answers to whoever sends a copy of a part."""
     with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
         connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
@@ -135,6 +144,34 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
             send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
     assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
     assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
+
+
+def test_what_was_heard_on_the_way_is_of_no_use_a_second_time(link: Link, tmp_path: Path) -> None:
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as relay, ThreadPoolExecutor(3) as pool:
+
+        def pass_on(source: socket.socket, target: socket.socket, words: bytearray) -> None:
+            with suppress(OSError):
+                while data := source.recv(4096):
+                    words += data
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def stand_between() -> None:
+            near, far = relay.accept()[0], socket.create_connection(("127.0.0.1", link.port))
+            pool.submit(pass_on, near, far, heard)
+            pool.submit(pass_on, far, near, bytearray())
+
+        pool.submit(stand_between)
+        between = SimpleNamespace(port=relay.getsockname()[1])
+        assert send(between, asdict(part_in(tmp_path / "slot")), [b"weights"]) == b"taken"
+    shutil.rmtree(tmp_path / "job" / "attempt-00004" / "copy-00001")
+    with socket.create_connection(("127.0.0.1", link.port), 10.0) as again, suppress(ConnectionResetError):
+        again.sendall(heard)
+        while again.recv(4096):
+            pass
+    assert not link.ask("inventory").result(10.0)
 
 
 def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link, tmp_path: Path) -> None:
@@ -166,13 +203,14 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
 
 
 def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, tmp_path: Path) -> None:
-    """Once, nobody heard of it, and there were no more snapshots."""
+    """Once, nobody heard of it, and there were no more snapshots; later, where it had no inodes either."""
     for number in range(2):
         slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
         slot.mkdir(parents=True)
         (slot / "weights").symlink_to("/dev/full")
     link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
     assert not link.ask("ping").result(10.0)["is_full"]
+    (tmp_path / "job" / FULL).symlink_to("/nowhere/full")  # so that no file can be made there
     with pytest.raises(REFUSED):
         send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
     wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
@@ -204,6 +242,16 @@ def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
     assert found.keys() == {"h2", "h3"}, "another host, and none"
 
 
+def test_a_state_is_as_old_as_it_is_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job").mkdir()
+    own = Keeper(tmp_path / "job", AUTHORITY.credentials("localhost"), None)
+    own.begin(1, 2, None)
+    part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600.0)
+    assert 0.0 <= own.inventory()[0]["age"] < 60.0
+
+
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
     link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
@@ -213,7 +261,13 @@ def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [6]
 
 
+def keeper_of(job: Path) -> int:
+    """Returns the process that has the lock of a job's folder."""
+    return int((job / LOCK).read_text().split()[0])
+
+
 def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
+    """Once, where the clock of a host had jumped back, that was so an hour later."""
     link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     second = Link("localhost", settings_of(tmp_path / "job"))
@@ -221,7 +275,8 @@ def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
     assert link.ask("ping").result(10.0)["ranks"] == {}
-    os.kill(int((tmp_path / "job" / LOCK).read_text()), signal.SIGSTOP)
+    os.kill(keeper_of(tmp_path / "job"), signal.SIGSTOP)
+    os.utime(tmp_path / "job" / LOCK, (time.time() + 3600.0,) * 2)
     wait_for(lambda: link.is_silent, "a silent keeper")
     with keeper(tmp_path / "job") as third:
         assert [each["part"]["step"] for each in third.ask("inventory").result(10.0)] == [3] and link.is_gone
@@ -238,13 +293,21 @@ def test_a_host_on_which_the_script_cannot_run_says_why(tmp_path: Path) -> None:
 
 
 def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    with keeper(tmp_path / "job", has_standby=True) as link:
-        wait_for(lambda: link.is_ready, "a standby process", 40.0)
-        (standby,) = processes_with(str(tmp_path / "job" / "standby").encode())
-        os.kill(standby, signal.SIGKILL)
-        wait_for(lambda: not link.is_ready, "a report")
-        wait_for(lambda: link.is_ready, "another standby process", 40.0)
-    assert not processes_with(str(tmp_path / "job" / "standby").encode())
+    """And one that is stopped goes on, whichever keeper has started it; once, ranks waited for it."""
+    job = tmp_path / "job"
+    with keeper(job, has_standby=True) as first:
+        wait_for(lambda: first.is_ready, "a standby process", 40.0)
+        (standby,) = processes_with(str(job / "standby").encode())
+        os.kill(standby, signal.SIGSTOP)
+        wait_for(lambda: state_of(standby) == "S", "the same one, which goes on")
+        os.kill(keeper_of(job), signal.SIGKILL)
+        with keeper(job, has_standby=True) as link:
+            os.kill(standby, signal.SIGSTOP)
+            wait_for(lambda: state_of(standby) == "S", "the same one, which goes on")
+            os.kill(standby, signal.SIGKILL)
+            wait_for(lambda: not link.is_ready, "a report")
+            wait_for(lambda: link.is_ready, "another standby process", 40.0)
+    assert not processes_with(str(job / "standby").encode())
 
 
 @contextmanager

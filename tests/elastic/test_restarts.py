@@ -10,14 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts, _name_of
+from autovaruna.elastic.notices import new_address_file, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions, MorphingOptions
 from autovaruna.elastic.run import Outcome
+from autovaruna.ranks.tls import Authority
 from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until
 from tests.products import WHOLE
 
@@ -208,6 +211,18 @@ def test_a_job_is_another_one_where_its_script_is_given_something_else(monkeypat
         monkeypatch.setenv(name, "1")
         names.append(name_of(reads, {}))
     assert len(set(names)) == len(names) - 1 and names[-1] == names[-2]
+
+
+def test_a_manager_is_dead_whose_number_is_another_process_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a reboot; once, its job was forgotten."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    authority = Authority()
+    for is_reused in (False, True):
+        with receiving_notices(new_address_file(), lambda *_: "", authority, "job", "folder", {}, None) as own:
+            replace(own, birth="1" if is_reused else own.birth).write(path := new_address_file())
+        found = pop_dead_manager("job")
+        assert (found is not None and found.folder == "folder" and not path.exists()) == is_reused
+        path.unlink(missing_ok=True)
 
 
 SPOILS = (

@@ -27,6 +27,12 @@ RANKS = {"h0": 2, "h1": 2}
 SLOW, WELL = Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gets the file of the hosts that are left out."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Job:
     """A job of ranks whose stages take 1, 1.5, 2, ... seconds, and whose plan predicts twice as much."""
 

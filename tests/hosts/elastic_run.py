@@ -148,7 +148,7 @@ class ElasticRun:
 
     def stop_soon(self) -> None:
         """Lets the script of `SCRIPT` end after some more steps."""
-        stop_after(self.hosts.shared, self.steps[-1][1] + 20)
+        stop_after(self.hosts.shared, max(step for _, step, _ in self.steps) + 20)
 
     def differences(self) -> list[str]:
         """Returns the lines of a finished run of `SCRIPT` that one process does not print, and the other way round."""

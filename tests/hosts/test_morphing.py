@@ -174,6 +174,33 @@ def test_hosts_without_names_and_two_that_do_not_reach_each_other(hosts: Hosts):
         hosts.run("h2", ["ip", "route", "delete", "unreachable", hosts.address("h3")], check=False)
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["waited for", "later"])
+def test_a_manager_that_is_killed_while_hosts_are_cut_off_is_followed_by_one_that_goes_on(hosts: Hosts, is_late: bool):
+    """Once, the new one began at step 0, and then removed the newer state that the other hosts held."""
+    options = ["--state_wait_seconds", "1"] if is_late else []
+    with closing(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)], options)) as run:
+        run.wait_until_training_on(hosts.names)
+        run.wait_for_steps(20)
+        for host in ("h2", "h3"):
+            hosts.cut(host)
+        run.command.send_signal(signal.SIGKILL)
+        run.command.wait(CLEAN_SECONDS)
+        newest, since = run.steps[-1][1], len(run.events)
+        run.start()
+        run.wait_for_event("waiting", since)
+        if is_late:
+            run.wait_for_event("running", since)
+        for host in ("h2", "h3"):
+            hosts.mend(host)
+        run.wait_until_training_on(hosts.names)
+        run.wait_for_steps(5)
+        starts = [event for event in run.events[since:] if event["event"] == "start"]
+        assert starts[0].get("step", -1) > newest - MOST_LOST or is_late, run.text
+        assert starts[-1].get("step", -1) > newest - MOST_LOST, run.text
+        run.stop_soon()
+        assert run.finish() == 0 and not run.differences(), run.text
+
+
 def plain_losses(num_samples: int, batch_size: int) -> list[float]:
     """Returns the losses of an epoch in plain PyTorch."""
     torch.manual_seed(0)
@@ -217,17 +244,42 @@ def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
     assert [float(loss) for _, loss in losses] == pytest.approx(plain_losses(num_samples, batch_size), rel=1e-5)
 
 
+def lose_all_but_two(run: ElasticRun, lost: list[str]) -> None:
+    """Brings four of the lost hosts of sixteen back, stops a rank, and kills all but two once they are cut off."""
+    hosts = run.hosts
+    for host in lost[:4]:
+        hosts.boot(host)
+    twelve = [host for host in hosts.names if host not in lost[4:]]
+    run.wait_until_training_on(twelve, START_SECONDS)
+    run.wait_for_steps(20, START_SECONDS)
+
+    since = len(run.events)
+    run.strike(run.ranks()[5][1], signal.SIGSTOP)
+    ended = run.wait_for_event("ended", since, START_SECONDS)
+    assert "rank 5" in ended["text"] and "is stopped" in ended["text"] and not ended["lost"], run.text
+    run.wait_until_training_on(twelve, START_SECONDS)
+    run.wait_for_steps(60, START_SECONDS)
+
+    for host in twelve[2:]:
+        hosts.cut(host)
+    for host in twelve[2:]:
+        hosts.kill(host)
+    run.wait_until_training_on(twelve[:2], START_SECONDS)
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not WHOLE, reason="sixteen starts take minutes of two cores: make test-whole")
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
-def test_half_of_sixteen_hosts_are_lost_four_come_one_hangs_and_all_but_two_are_lost():
-    """What half of them held is in memory of the others; what only those had that are lost at last is on disk."""
+def test_half_of_sixteen_hosts_are_lost_at_once():
+    """What half of them held is in memory of the others; what only those had that are lost at last is on disk.
+
+    In test-whole four come, one hangs, and all but two are lost.
+    """
     with Hosts(NUM_HOSTS) as hosts:
         last = str(hosts.shared / "last")
         script = [SCRIPT, "100000", "0.05", last, "32", str(NUM_HOSTS)]
         with closing(ElasticRun(hosts, script, [*PATIENT, "--checkpoints", last])) as run:
             run.wait_until_training_on(hosts.names, START_SECONDS)
-            run.wait_for_steps(60, START_SECONDS)
+            run.wait_for_steps(20, START_SECONDS)
             half, newest = hosts.names[1::2], run.steps[-1][1]
             for host in half:
                 hosts.kill(host)
@@ -238,24 +290,8 @@ def test_half_of_sixteen_hosts_are_lost_four_come_one_hangs_and_all_but_two_are_
             lost = [host for event in run.events if event["event"] == "ended" for host in event["lost"]]
             assert lost and set(lost) <= set(half), run.text  # the rest die while the job ends for the first of them
 
-            for host in half[:4]:
-                hosts.boot(host)
-            twelve = [host for host in hosts.names if host not in half[4:]]
-            run.wait_until_training_on(twelve, START_SECONDS)
-            run.wait_for_steps(20, START_SECONDS)
-
-            since = len(run.events)
-            run.strike(run.ranks()[5][1], signal.SIGSTOP)
-            ended = run.wait_for_event("ended", since, START_SECONDS)
-            assert "rank 5" in ended["text"] and "is stopped" in ended["text"] and not ended["lost"], run.text
-            run.wait_until_training_on(twelve, START_SECONDS)
-            run.wait_for_steps(60, START_SECONDS)
-
-            for host in twelve[2:]:
-                hosts.cut(host)
-            for host in twelve[2:]:
-                hosts.kill(host)
-            run.wait_until_training_on(twelve[:2], START_SECONDS)
+            if WHOLE:
+                lose_all_but_two(run, half)
             run.stop_soon()
             assert run.finish(START_SECONDS) == 0 and not run.differences(), run.text
             assert not leftovers(hosts, 20.0), run.text
