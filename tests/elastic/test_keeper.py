@@ -114,6 +114,7 @@ def send(link: Link, part: dict[str, Any], pieces: list[bytes], attempt: int = 4
         connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
         for piece in pieces:
             connection.send_bytes(piece)
+            assert connection.recv_bytes() == b""
         return connection.recv_bytes()
 
 
