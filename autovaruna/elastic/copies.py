@@ -20,7 +20,7 @@ _FIRST_BYTES = 64 << 10
 _LOOK_SECONDS = 0.02
 
 
-class Pace:
+class CopyPace:
     """Holds copies to a share of their link: after each piece comes a pause, so many times as long as the link needs.
 
     The first pieces of each part are a trial: they are doubled until one takes long enough to say what the link carries
@@ -71,7 +71,7 @@ def _bytes_in(seconds: float, bytes_per_second: float) -> int:
     return min(max(int(seconds * bytes_per_second), _LEAST_BYTES), MOST_BYTES)
 
 
-def send_part(connection: Connection, slot: Path, attempt: int, pace: Pace) -> None:
+def send_part(connection: Connection, slot: Path, attempt: int, pace: CopyPace) -> None:
     """Copies what a slot holds to a keeper, which answers each piece; OSError if it is not taken."""
     part = read_part(slot)
     if part is None:

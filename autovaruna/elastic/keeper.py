@@ -26,7 +26,7 @@ from typing import Any
 
 from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
-from autovaruna.elastic.copies import Pace, send_part
+from autovaruna.elastic.copies import CopyPace, send_part
 from autovaruna.elastic.host_processes import (
     acquire_from_abandoned,
     acquire_lock,
@@ -299,7 +299,7 @@ class Keeper:
         """Copies each step to another host until the attempt is over, and tells the ranks which step is there."""
         alone = attempt_folder(self.folder, attempt.number) / ALONE
         while self._attempt is attempt:
-            pace = Pace(self._copy_share, lambda: self._is_hurried(attempt))
+            pace = CopyPace(self._copy_share, lambda: self._is_hurried(attempt))
             try:
                 assert attempt.buddy is not None
                 address, port, name = attempt.buddy
@@ -331,7 +331,7 @@ class Keeper:
         """Whether copies have not arrived for longer than one hiccup takes."""
         return bool(self._copy_fault) and time.monotonic() > self._copied_at + _HICCUP_SECONDS
 
-    def _copy_newest(self, attempt: Attempt, connection: Connection, pace: Pace) -> None:
+    def _copy_newest(self, attempt: Attempt, connection: Connection, pace: CopyPace) -> None:
         """Copies the newest step that all ranks of this host have, unless that is done."""
         held = self._held_steps()
         step, begin = _newest_of(held.values()), time.monotonic()

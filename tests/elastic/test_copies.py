@@ -66,7 +66,7 @@ def test_copies_take_their_share_of_a_link(
     slot = part_of(tmp_path, min(int(rate * share * 20), 96 << 20))
     link = Link(rate, latency)
     monkeypatch.setattr(copies, "time", link)
-    pace = copies.Pace(share, lambda: False)
+    pace = copies.CopyPace(share, lambda: False)
     copies.send_part(link, slot, 1, pace)  # type: ignore[arg-type]
     is_far = 2 * latency > copies._PIECE_SECONDS / share  # a piece each time, there and back
     assert link.taken() < 1.25 * share and (is_far or link.taken() > 0.5 * share)
@@ -80,7 +80,7 @@ def test_copies_take_their_share_of_a_link(
 def test_copies_are_hurried_where_ranks_wait_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slot, link = part_of(tmp_path, 32 << 20), Link(12.5e6, 0.0)
     monkeypatch.setattr(copies, "time", link)
-    copies.send_part(link, slot, 1, copies.Pace(0.01, lambda: True))  # type: ignore[arg-type]
+    copies.send_part(link, slot, 1, copies.CopyPace(0.01, lambda: True))  # type: ignore[arg-type]
     assert link.now < 1.05 * (32 << 20) / 12.5e6
 
 
@@ -89,7 +89,7 @@ def test_a_small_part_that_had_to_wait_for_a_core_is_not_taken_for_a_slow_link(
 ) -> None:
     slot, link = part_of(tmp_path, 3000), Link(125e6, 0.5)
     monkeypatch.setattr(copies, "time", link)
-    pace = copies.Pace(0.1, lambda: False)
+    pace = copies.CopyPace(0.1, lambda: False)
     for _ in range(5):
         copies.send_part(link, slot, 1, pace)  # type: ignore[arg-type]
     assert link.now < 5 * 4 * 0.5 + 5 * 10 * 3000 / copies._SLOWEST + 0.5
