@@ -33,7 +33,7 @@ LEVELS = {
     " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",
     "checkpoint": "manifest remote_file > folder tensor_file > encoding > state source > load save",
     "elastic": "host_list options host_processes job_folder rank_script sampler stub > ahead snapshot standby"
-    " > job keeper notices > link slow_ranks > watch job_state > hosts > run > manager",
+    " > copies > job keeper notices > link slow_ranks > watch job_state > hosts > run > manager",
 }
 """Files and folders of a room by level: each imports those of its own level and of those before it alone."""
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}

@@ -286,6 +286,12 @@ class Hosts:
                 text = f"no copies of {host} arrive at {to}: {why}. What {host} has in memory is lost with it"
                 self._log.record("copies", text, host=host, to=to)
 
+    def copy_seconds(self, hosts: Iterable[str]) -> float:
+        """Returns how long the last copies between hosts took, at most."""
+        return max(
+            (self.links[host].report.get("copy_seconds", 0.0) for host in hosts if host in self.links), default=0.0
+        )
+
     def keeps_older(self, host: str, step: int) -> bool:
         """Says whether a host still keeps of earlier runs what is no newer than a step."""
         kept = self.links[host].report.get("kept")

@@ -27,6 +27,7 @@ from typing import Any
 
 from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
+from autovaruna.elastic.copies import CopyPace, send_part
 from autovaruna.elastic.host_processes import (
     acquire_from_abandoned,
     acquire_lock,
@@ -90,16 +91,20 @@ class Attempt:
 class Keeper:
     """The part of a job that a host keeps in a folder in memory; `file` is one more file to remove at the job's end."""
 
-    def __init__(self, folder: Path, own: Credentials, standby: StandbyProcess | None, file: str = "") -> None:
+    def __init__(
+        self, folder: Path, own: Credentials, standby: StandbyProcess | None, copy_share: float, file: str = ""
+    ) -> None:
         self.folder = folder
         self._own = own
+        self._copy_share = copy_share
         self._file = file
         self._standby, self._is_ready = standby, standby is None
         self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self._copy_fault = ""
-        self._copied_at = 0.0  # when all that there was had been copied last, on the monotonic clock
+        self._copied_at = 0.0  # when something has been copied last, or there was nothing to, on the monotonic clock
+        self._copy_seconds = 0.0  # that the last step's copies took
         self._kept: int | None = None  # the newest step of earlier runs, which no run has come to; None: none is kept
         self.port = Server(own, self._answer).port
         self._copies: dict[Path, Path] = {}
@@ -124,7 +129,7 @@ class Keeper:
             os.replace(self.folder / FULL, self.folder / NOT_FULL)
         (self.folder / NOT_FULL).touch()
         self._first_kills = memory_kills()
-        self._copied, self._copy_fault, self._copied_at = None, "", time.monotonic()
+        self._copied, self._copy_fault, self._copied_at, self._copy_seconds = None, "", time.monotonic(), 0.0
         (folder / ALONE).unlink(missing_ok=True)
         self._copies.clear()
         self._gone = {}
@@ -151,6 +156,7 @@ class Keeper:
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
+            "copy_seconds": self._copy_seconds,
             "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and self._is_late else None,
             "is_alone": attempt is not None and (attempt_folder(self.folder, attempt.number) / ALONE).exists(),
             "kept": self._kept,
@@ -308,37 +314,47 @@ class Keeper:
         """Copies each step to another host until the attempt is over, and tells the ranks which step is there."""
         alone = attempt_folder(self.folder, attempt.number) / ALONE
         while self._attempt is attempt:
+            pace = CopyPace(self._copy_share, lambda: self._is_hurried(attempt))
             try:
                 assert attempt.buddy is not None
                 address, port, name = attempt.buddy
                 with connect(address, port, self._own, name, _HURRY_SECONDS) as connection:
                     while self._attempt is attempt:
-                        self._copy_newest(attempt, connection)
+                        self._copy_newest(attempt, connection, pace)
                         self._copied_at = time.monotonic()
                         alone.unlink(missing_ok=True)
                         time.sleep(_LOOK_SECONDS)
             except (OSError, EOFError, ValueError) as error:  # if the other host is gone, the manager knows
+                if self._attempt is not attempt:
+                    return
                 record_full(self.folder, error)
                 self._copy_fault = str(error)
-                if time.monotonic() > self._copied_at + _ALONE_SECONDS and self._attempt is attempt:
+                self._copied_at = max(self._copied_at, pace.arrived_at)
+                if time.monotonic() > self._copied_at + _ALONE_SECONDS:
                     with suppress(OSError):
                         alone.touch()
                 time.sleep(10 * _LOOK_SECONDS)
+
+    def _is_hurried(self, attempt: Attempt) -> bool:
+        """Says whether ranks are to leave, or wait for their last copies; OSError once the attempt is over."""
+        if self._attempt is not attempt:
+            raise OSError("the attempt is over")
+        return (self.folder / LEAVE).exists()
 
     @property
     def _is_late(self) -> bool:
         """Whether copies have not arrived for longer than one hiccup takes."""
         return bool(self._copy_fault) and time.monotonic() > self._copied_at + _HICCUP_SECONDS
 
-    def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
+    def _copy_newest(self, attempt: Attempt, connection: Connection, pace: CopyPace) -> None:
         """Copies the newest step that all ranks of this host have, unless that is done."""
         held = self._held_steps()
-        step = _newest_of(held.values())
+        step, begin = _newest_of(held.values()), time.monotonic()
         if step is None or self._copied == (attempt.number, step):
             return
         for folder, steps in held.items():
-            _send_part(connection, slots_of(folder)[steps.index(step)], attempt.number)
-        self._copied = attempt.number, step
+            send_part(connection, slots_of(folder)[steps.index(step)], attempt.number, pace)
+        self._copied, self._copy_seconds = (attempt.number, step), time.monotonic() - begin
         write_whole(attempt_folder(self.folder, attempt.number) / COPIED, str(step), is_synced=False)
 
     def _held_steps(self) -> dict[Path, Sequence[int]]:
@@ -360,6 +376,7 @@ class Keeper:
             with open(slot / name, "r+b" if (slot / name).exists() else "wb") as file:
                 while file.tell() < record.size:
                     file.write(connection.recv_bytes())
+                    connection.send_bytes(b"")
                 file.truncate()
         if not part.is_intact(slot):
             raise ValueError("it was changed on its way")
@@ -427,19 +444,6 @@ def _newest_in(attempt: Path, prefix: str = "") -> int:
 def _newest_of(held: Collection[Sequence[int]]) -> int | None:
     """Returns the newest step that each of some ranks has; None: there is none."""
     return max((step for step in set.intersection(*map(set, held)) if step >= 0), default=None) if held else None
-
-
-def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
-    part = read_part(slot)
-    if part is None:
-        raise OSError("the part has gone")
-    connection.send_bytes(json.dumps({"part": asdict(part), "attempt": attempt}).encode())
-    for name, record in part.files.items():
-        with open(slot / name, "rb") as file:
-            for begin in range(0, record.size, MOST_BYTES):
-                connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
-    if connection.recv_bytes() != b"taken":
-        raise OSError("the copy was not taken")
 
 
 class StandardStreams:
@@ -531,7 +535,7 @@ def main() -> None:
         file.write(shown)
     _remove_abandoned(folder)
     standby = StandbyProcess(folder, settings.get("libraries", ())) if settings["standby"] else None
-    keeper = Keeper(folder, own, standby, settings.get("file", ""))
+    keeper = Keeper(folder, own, standby, settings["copy_share"], settings.get("file", ""))
     line = StandardStreams(keeper, lock)
     attempts = folders_in(folder, "attempt-")
     held = max(((_newest_in(each, "rank-"), _number_of(each)) for each in attempts), default=(-1, 0))

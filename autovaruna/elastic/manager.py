@@ -67,6 +67,7 @@ class Manager:
         self._folder = Path(morphing.memory, folder)
         self._address = new_address_file(), authority, job
         settings: dict[str, Any] = {"folder": str(self._folder), "standby": morphing.has_standby}
+        settings["copy_share"] = morphing.copy_share
         settings |= {"keep_seconds": morphing.keep_seconds, "versions": versions()}
         settings["files"] = [str(options.code_dir), options.script]
         settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]

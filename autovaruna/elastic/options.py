@@ -44,6 +44,7 @@ class MorphingOptions:
     job: str = ""
     forget_memory: bool = False
     insecure_copies: bool = False
+    copy_share: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
     values["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
     if given.checkpoints:
         check_writable("--checkpoints", Path(given.checkpoints, "step"))
+    if not 0 < given.copy_share <= 1:
+        raise ConfigError(f"--copy_share is {given.copy_share:g}; expected more than 0, and 1 at most")
     if given.events:
         check_writable("--events", given.events)
     return MorphingOptions(**values)
@@ -150,6 +153,7 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("--job", default="", metavar="NAME", help="another job for each name, though script and arguments are the same")
     add("--forget_memory", action="store_true", help="begin without what a killed run has left in memory of hosts")
     add("--insecure_copies", action="store_true", help="copies between hosts go as they are, for trusted networks")
+    add("--copy_share", type=float, default=0.1, metavar="F", help="of a link, for copies between hosts (0.1)")
     add("--no_standby", dest="has_standby", action="store_false", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")

@@ -23,6 +23,7 @@ from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.watch import JobWatch
 
 _LEAVE_SECONDS = 120.0
+_LONG_SECONDS = 5.0  # copies that take longer are told of
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
 
@@ -67,6 +68,7 @@ class JobRun:
         self._has_state = place.step is not None
         self._last_end = 0.0
         self._has_logged_full = False
+        self._most_at_risk = 0
         self._asked: signal.Signals | None = None
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -99,6 +101,7 @@ class JobRun:
                 hosts.slow.record_start(time.monotonic() - since)
                 self._log.record("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
             if (step := self.watch.held_step(self._own)) >= 0:
+                self._record_copies(step)
                 self.held = max(self.held, (step, self._number))
                 due = [host for host in hosts.links if not has_dropped or hosts.keeps_older(host, step)]
                 hosts.ask(due, "drop", before=self._number, step=step)
@@ -120,6 +123,20 @@ class JobRun:
                     return leaving
                 self._asked = None  # the script has done what it does, and goes on
             time.sleep(LOOK_SECONDS)
+
+    def _record_copies(self, step: int) -> None:
+        """Records, where a step has just arrived on other hosts that took long, what the loss of one will cost.
+
+        A snapshot waits for the copies of the one before: until its own are there, twice as many steps are done.
+        """
+        seconds, num_steps = self._hosts.copy_seconds(self._own), self.watch.num_steps - step
+        if (step, self._number) > self.held and seconds > _LONG_SECONDS and num_steps > 2 * self._most_at_risk:
+            self._most_at_risk = num_steps
+            text = (
+                f"copies to other hosts take {seconds:.0f} s, with --copy_share of the links: there is a snapshot "
+                f"after {num_steps + 1} steps, and a lost host costs up to {2 * num_steps + 1}"
+            )
+            self._log.record("copies", text, seconds=seconds, steps=2 * num_steps + 1)
 
     def end(self, hosts: Sequence[str]) -> None:
         """Ends what is left of the run on some hosts, at once."""

@@ -20,7 +20,7 @@ Linked = TypeVar("Linked", bound=Link)
 def settings_of(folder: Path, host: str = "localhost") -> dict[str, Any]:
     """Returns the first line to a keeper of a host."""
     own = asdict(AUTHORITY.credentials(host))
-    return {"folder": str(folder), "credentials": own, "standby": False, "keep_seconds": 0.0}
+    return {"folder": str(folder), "credentials": own, "standby": False, "keep_seconds": 0.0, "copy_share": 1.0}
 
 
 @contextmanager

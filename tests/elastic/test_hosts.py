@@ -26,7 +26,7 @@ HOST, OTHER = "localhost", "elsewhere.invalid"
 @contextmanager
 def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
     """Returns the hosts of a job on this machine; its keeper ends with the context."""
-    settings = {"folder": str(folder / "job"), "standby": False, "keep_seconds": 0.0}
+    settings = {"folder": str(folder / "job"), "standby": False, "keep_seconds": 0.0, "copy_share": 1.0}
     hosts = Hosts({HOST: 1}, options, settings, AUTHORITY, folder / "own", EventLog(None))
     try:
         hosts.start(lambda: None)

@@ -123,6 +123,7 @@ def send(link: Link | SimpleNamespace, part: dict[str, Any], pieces: list[bytes]
         connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
         for piece in pieces:
             connection.send_bytes(piece)
+            assert connection.recv_bytes() == b""
         return connection.recv_bytes()
 
 

@@ -201,6 +201,32 @@ def test_a_manager_that_is_killed_while_hosts_are_cut_off_is_followed_by_one_tha
         assert run.finish() == 0 and not run.differences(), run.text
 
 
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_over_a_slow_link_copies_take_their_share_and_a_lost_host_costs_the_steps_that_were_told():
+    """Bytes, not seconds: what a host sends in five seconds is its steps' and its share of 100 Mbit/s."""
+    with Hosts(2, rate="100mbit") as hosts:
+        script = [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS), "nowhere", "800"]  # 15 MB of state on each host
+        with closing(ElasticRun(hosts, script, ["--copy_share", "0.1"])) as run:
+            run.wait_for_steps(40, START_SECONDS)
+            before, since = _sent(hosts, "h1"), time.monotonic()
+            time.sleep(5.0)
+            own_bytes = (len(run.steps) + 200) * 4 * 16 * 800  # of steps: an activation or less each
+            assert _sent(hosts, "h1") - before < 1.2 * 0.1 * 12.5e6 * (time.monotonic() - since) + own_bytes
+            told = run.wait_for_event("copies", 0, START_SECONDS)
+            run.wait_for_steps(int(0.8 * told["steps"]), START_SECONDS)
+            at = len(run.events)
+            hosts.kill("h2")
+            run.wait_for_event("running", at, START_SECONDS)
+            start = next(event for event in run.events[at:] if event["event"] == "start")
+            newest = max(step for when, step, _ in run.steps if when < run.lines[-1][0] and step > start["step"])
+            assert newest - start["step"] <= 1.3 * told["steps"] + 5, run.text
+
+
+def _sent(hosts: Hosts, host: str) -> int:
+    """Returns the bytes that a host has sent."""
+    return int(hosts.run(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]).stdout)
+
+
 def plain_losses(num_samples: int, batch_size: int) -> list[float]:
     """Returns the losses of an epoch in plain PyTorch."""
     torch.manual_seed(0)

@@ -155,6 +155,7 @@ def test_a_machine_that_is_listed_several_times_has_as_many_times_the_ranks() ->
         (["--nstages", "9"], "there are 4 ranks"),
         (["--batch_size", "0"], "--batch_size is 0; expected 1 or more"),
         (["--min_ranks", "0"], "--min_ranks is 0; expected 1 or more"),
+        (["--copy_share", "0"], "--copy_share is 0; expected more than 0, and 1 at most"),
         (["--ranks_per_host", "0"], "is 0; expected 1 or more"),
         (["--nstages", "0"], "--nstages is 0; expected 1 or more"),
         (["--machine_list", "none"], "No such file"),
