@@ -383,8 +383,9 @@ class _Operation:
             "which is split alike; for whole weights, model.state_dict() on every rank; for the norm of all gradients, "
             "model.clip_grad_norm_(float('inf')); for the norm of all weights, model.parameter_norm(); for penalties "
             "on weights, the optimizer's weight_decay, or that the model's forward adds them to its loss. What is "
-            "done to one parameter after the other may leave out those with is_meta. Where a library does it, as in a "
-            "callback, pass num_stages=1: each rank then has the whole model."
+            "done to each parameter by its own numbers alone may leave out those with is_meta; a norm of the others "
+            "would be another on each rank. Where a library does it, as in a callback, pass num_stages=1: each rank "
+            "then has the whole model."
         ) from cause
 
 

@@ -194,6 +194,22 @@ def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture
     assert sum("['perplexity'] is no mean over the samples" in each for each in caplog.messages) == 1
 
 
+def test_integers_that_are_no_counts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of micro-batches are added up, or the greatest or least of them is taken, where the operation says so."""
+
+    def outputs(m: Any, s: Tensor, y: Tensor) -> dict[str, Tensor]:
+        right = s.argmax(1) == y
+        told = {"half": right.sum() // 2, "next": right.sum() + 1, "best": s.amax(1).argmax(), "most": right.sum() > 3}
+        untold = {"count": right.sum(), "twice": 2 * right.sum(), "more": right.sum() - (~right).sum()}
+        return {"loss": F.cross_entropy(s, y), **told, **untold, "all": right.all(), "last": y.max()}
+
+    with caplog.at_level(logging.WARNING):
+        model = AutoVaruna(Model(outputs), plan=Setup(num_micro_batches=2).plan, num_micro_batches=2, **QUIET)
+        model(**labelled(6, 0)[1])["loss"].backward()
+    told = [each.split()[0] for each in caplog.messages if "is no count over the samples" in each]
+    assert told == [f"output['{name}']" for name in ("half", "next", "best", "most")]
+
+
 def of_sequences(m: Any, s: Tensor, y: Tensor) -> Tensor:
     steps, length = torch.stack([s] * 3).log_softmax(2), torch.full((y.shape[0],), 3)
     return F.ctc_loss(steps, y.clamp(min=1)[:, None], length, torch.ones_like(length), reduction="sum") / 10

@@ -26,11 +26,14 @@ from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 from autovaruna.graph.operators import (
+    KEEPING,
     MEAN,
     Dependence,
     Linearity,
+    Merge,
     Trait,
     ValueSource,
+    adds_up,
     arguments,
     has,
     is_listed,
@@ -173,6 +176,7 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
     """
     values = BatchAnalysis(traced)
     means, powers = _LossTail(traced, values), Powers(values, traced.sizes, is_added)
+    _warn_of_other_counts(traced)
     specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
     for spec in specs if traced.sizes.symbol is not None else ():
         node = traced.nodes[spec.node]
@@ -219,6 +223,31 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
                 "of micro-batches are averaged: got reduction='mean'. Expected a mean, or the setting reduction='sum', "
                 "which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of its own."
             )
+
+
+def _warn_of_other_counts(traced: TracedModel) -> None:
+    """Warns of integers and truths that are neither a count over the samples nor their greatest or least."""
+    for spec in traced.outputs if traced.sizes.symbol is not None else ():
+        node = traced.nodes[spec.node]
+        if spec.kind is OutputKind.TOTAL and spec.merge is Merge.SUM and not _is_count(node, traced):
+            logger.warning(
+                "%s is no count over the samples (%s): got the %s what micro-batches give. Return what it is made of, "
+                "and compute it outside of the model to have that of the whole batch.",
+                *(spec.path, _place(node), "truth of any of" if node.meta["val"].dtype is torch.bool else "sum of"),
+            )
+
+
+def _is_count(node: Any, traced: TracedModel) -> bool:
+    """Whether numbers of micro-batches add up to that of the batch: sizes and sums of samples, scaled and added up."""
+    if not isinstance(node, fx.Node) or traced.sizes.is_given(node):
+        return isinstance(node, fx.Node)
+    if any(map(traced.sizes.has_samples, node.all_input_nodes)) and not has(node, Trait.SAME_NUMBER):
+        return adds_up(node) or name_of(node) in ("bincount", "histc")
+    if operator_of(node).linearity is Linearity.MULTIPLY:
+        return sum(_is_count(each, traced) for each in node.args[:2]) == 1
+    is_linear = operator_of(node).linearity in KEEPING or has(node, Trait.SAME_NUMBER)
+    sources = node.args[:2] if name_of(node) in ("add", "add_", "sub", "sub_", "rsub") else node.all_input_nodes
+    return is_linear and bool(sources) and all(_is_count(each, traced) for each in sources)
 
 
 def _place(made: fx.Node) -> str:
