@@ -22,7 +22,7 @@ from tests.catalogue.case import Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.graph.models import traced
 from tests.products import some
-from tests.reference import compare, micro_batches, plain_micro_batched
+from tests.reference import compare, micro_batches, plain_micro_batched, sgd
 from tests.session.training import QUIET, Setup, as_plain, descend, measure, on_ranks, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
@@ -278,7 +278,7 @@ def annealed(model: nn.Module, code: str, arguments: str) -> list[int]:
 
     def run(wrapped: Any, optimizer: Any, rank: int) -> int:
         plain = copy.deepcopy(model)
-        descent = torch.optim.SGD(plain.parameters(), 0.1)
+        descent = sgd(plain.parameters())
         for value in (1.0, 0.9, 0.8, 0.7, 0.6):
             pair = []
             for each, its in ((wrapped, optimizer), (plain, descent)):
