@@ -200,7 +200,7 @@ class AutoVarunaStrategy(DDPStrategy):
         if any(each.plan is not None and not each.plan.needs_gradient for each in self._wrappers.values()):
             raise ConfigError(
                 f"Got trainer.fit() of a {type(self.lightning_module).__name__} that trainer.validate(), test() or "
-                "predict() has planned and split for evaluation alone. Expected fit() first; to validate before the "
+                "predict() has planned for evaluation alone. Expected fit() first; to validate before the "
                 "first step, pass Trainer(num_sanity_val_steps=-1), or evaluate another instance of the module."
             )
 

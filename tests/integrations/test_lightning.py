@@ -53,4 +53,4 @@ def test_what_lightning_cannot_have_is_said_in_its_words() -> None:
     assert "training_step of Both computes with scale itself" in used and "batch_idx" in used
     assert "rank 0 is in 'state_dict" in alone and "torch.distributed.barrier()" in alone
     assert "call trainer.save_checkpoint(path) on every rank" in alone
-    assert "planned and split for evaluation alone. Expected fit() first" in evaluated
+    assert "planned for evaluation alone. Expected fit() first" in evaluated
