@@ -113,6 +113,11 @@ class CallSpec:
             inputs.append(replace(spec, shape=moved, is_batch=is_batch, dimension=place if is_batch else 0))
         return replace(self, inputs=tuple(inputs), batch_size=size)
 
+    def plain_arguments(self, model: nn.Module) -> dict[str, str]:
+        """Returns the words of the arguments that are no tensors, by name."""
+        parameters = list(inspect.signature(method_of(model, self.method)).parameters.values())
+        return {".".join(_keys(path, parameters)): value for path, value in self.tree.constants()}
+
     @cached_property
     def kind(self) -> str:
         """Digest that is equal for calls that differ in their mode and in lengths alone."""

@@ -203,6 +203,10 @@ class Guards:
             self._latest, self._latest_words = mode, _in_words(*mode)
         return self._latest_words
 
+    def counted(self) -> dict[str, str]:
+        """Returns the words of what counts by its value, by name; of the rest, in brackets, how often it changed."""
+        return {name: repr(value if name in self._plain else [value]) for name, value in self._last.items()}
+
     def snapshot(self) -> Any:
         """Returns what is equal on this rank while nothing guarded changes in the model; records nothing."""
         return self._read(), self._flags()
@@ -316,6 +320,7 @@ class Guards:
         self._objects: list[tuple[Mapping[str, Any], str]] = []
         self._tensors: list[Tensor] = []
         self._last: dict[str, Any] = {}
+        self._plain = set[str]()
         for place in chain(places, [each for each in self._outside if id(each.held) not in inner]):
             self._add(place, inner)
         hooks = [(path, kind, vars(module).get(kind, {})) for path, module in named for kind in HOOKS]
@@ -333,6 +338,7 @@ class Guards:
         if plain:
             self._getters.append((itemgetter(*plain), own))
         self._last |= {place.path + name: own[name] for name in plain}
+        self._plain |= {place.path + name for name in plain}
         self._where |= {place.path + name: (own, name) for name in counted if isinstance(own, dict)}
         for name in counted:
             if not is_constant(own[name]):

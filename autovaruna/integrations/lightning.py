@@ -138,7 +138,7 @@ class AutoVarunaStrategy(DDPStrategy):
         **settings: See ``python -m autovaruna config``.
 
     Raises:
-        ConfigError: a setting is unknown, or optimizers share children of the module.
+        ConfigError: a setting is unknown, optimizers share children of the module, or it was planned for evaluation.
     """
 
     strategy_name = "autovaruna"
@@ -185,6 +185,7 @@ class AutoVarunaStrategy(DDPStrategy):
         if not self._wrappers:
             self.model_to_device()
         if is_fitting:
+            self._refuse_plan_for_evaluation()
             self.setup_optimizers(trainer)
         if not self._wrappers:
             self._wrap(trainer, self.optimizers if is_fitting else [])
@@ -194,6 +195,14 @@ class AutoVarunaStrategy(DDPStrategy):
         if is_fitting:
             self._wrap_averages(trainer)
         self.setup_precision_plugin()
+
+    def _refuse_plan_for_evaluation(self) -> None:
+        if any(each.plan is not None and not each.plan.needs_gradient for each in self._wrappers.values()):
+            raise ConfigError(
+                f"Got trainer.fit() of a {type(self.lightning_module).__name__} that trainer.validate(), test() or "
+                "predict() has planned for evaluation alone. Expected fit() first; to validate before the "
+                "first step, pass Trainer(num_sanity_val_steps=-1), or evaluate another instance of the module."
+            )
 
     def _wrap(self, trainer: pl.Trainer, optimizers: list[torch.optim.Optimizer]) -> None:
         settings = {"scaler": getattr(self.precision_plugin, "scaler", None), **self._settings}

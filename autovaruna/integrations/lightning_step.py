@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _NO_TENSOR, _RESULT, _METRIC = (f"autovaruna: {each} " for each in ("no tensor", "result", "metric"))
 """What stands in a call for numbers and texts of a batch, and in what it returns for metrics and their results."""
 _HIDDEN = "numbers or texts of the batch, or batch_idx"
-_OF_METRIC = "what a metric returns"
+_OF_METRIC = "what a metric returns or holds"
 _OF_TENSOR = "a number out of a tensor (item(), size(0))"
 _CALLS = "_autovaruna_calls"
 WRAPPERS = "_autovaruna_wrappers"
@@ -71,6 +71,8 @@ class _Recorder:
         return self
 
     def record(self, path: str, name: str, /, *args: Any, **kwargs: Any) -> _Result:
+        if isinstance(kwargs.get("batch_size"), torch.SymInt):  # that of a micro-batch: Lightning knows this rank's
+            kwargs.pop("batch_size")
         self.acts.append((path, name, *_without_objects((args, kwargs))))
         return _Result(len(self.acts) - 1)
 
@@ -79,9 +81,15 @@ class _Recorder:
         given = _LOG.bind(None, *args, **kwargs).arguments
         if isinstance(given["value"], Tensor) and given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
             raise UsedError(f"trainer.log({given['name']!r}, reduce_fx={given['reduce_fx']!r})")
-        if isinstance(kwargs.get("batch_size"), torch.SymInt):  # that of a micro-batch: Lightning knows this rank's
-            kwargs.pop("batch_size")
         self.record("", "log", *args, **kwargs)
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Records a log of several; what a collection of metrics holds, or returns, is known later."""
+        if isinstance(dictionary, _MetricInStep | _Result):
+            self.record("", "log_dict", dictionary, *args, **kwargs)
+            return
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
 
 
 class _MetricInStep:
@@ -103,7 +111,7 @@ class _MetricInStep:
             return partial(self.recorder.record, self.path, name)
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UsedError(f"{self.path}.{name}")
+        raise UsedError(_OF_METRIC)
 
 
 def _without_objects(value: Any) -> Any:
@@ -268,7 +276,8 @@ class ModuleOnRanks:
         def call(calls: _Calls, *args: Any, **kwargs: Any) -> dict[str, Any]:
             module, recorder, is_step = calls.module, calls.recorder, path in STEPS
             recorder.acts = []
-            places = [(module, "log", recorder.log), (module, "_trainer", calls), (self, "running", path)]
+            places: list[Any] = [(module, "log", recorder.log), (module, "log_dict", recorder.log_dict)]
+            places += [(module, "_trainer", calls), (self, "running", path)]
             given = [apply_to_collection(each, str, _hidden) for each in args] if is_step else args
             called: Any = module if path == "forward" else attrgetter(path)(module)
             try:

@@ -61,6 +61,7 @@ from autovaruna.session.preparation import GivenPlan, Preparation
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
 from autovaruna.session.traces import Traces
+from autovaruna.session.varying import VaryingNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Session:
         self._plain = PlainCalls(model.module, run)
         self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
+        self._varying = VaryingNumbers(model.module)
         self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
 
     @property
@@ -181,6 +183,8 @@ class Session:
         is_new = self.traces.num_traced > num_known
         if is_new and engine.witness is not None:
             engine.witness.trace_seconds += perf_counter() - began
+        if is_new and run.world.rank == 0:
+            self._varying.record(shared.call, model.guards.counted(), perf_counter() - began)
         if torch.is_grad_enabled():
             start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)

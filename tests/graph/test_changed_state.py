@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Callable
 from itertools import cycle
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from tests.catalogue.case import Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.graph.models import traced
 from tests.products import some
-from tests.reference import compare, micro_batches, plain_micro_batched
+from tests.reference import compare, micro_batches, plain_micro_batched, sgd
 from tests.session.training import QUIET, Setup, as_plain, descend, measure, on_ranks, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
@@ -242,6 +244,61 @@ def test_a_change_of_what_forward_reads_counts() -> None:
         model.config.unread += 5
         assert wrapped(**BATCH).item() == found and wrapped.num_traces == num_traces, what
         last = found
+
+
+class Annealed(nn.Module):
+    """Divides by a number of its own, which its loop changes, or by an argument."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        exec(code, {"self": self, "torch": torch, "value": 1.0})
+
+    def forward(self, x: Tensor, y: Tensor, tau: Any = None) -> Tensor:
+        tau = self.tau if tau is None else tau
+        return F.cross_entropy(self.last(torch.tanh(self.body(x))) / tau, y)
+
+
+def annealed(model: nn.Module, code: str, arguments: str) -> list[int]:
+    """Takes five steps on two stages, with plain PyTorch's losses; returns how often each rank traced the model."""
+
+    def run(wrapped: Any, optimizer: Any, rank: int) -> int:
+        plain = copy.deepcopy(model)
+        descent = sgd(plain.parameters())
+        for value in (1.0, 0.9, 0.8, 0.7, 0.6):
+            pair = []
+            for each, its in ((wrapped, optimizer), (plain, descent)):
+                exec(code, {"self": each, "value": value})
+                loss = each(**BATCH, **eval(f"dict({arguments})", {"torch": torch, "value": value}))
+                its.zero_grad()
+                loss.backward()
+                its.step()
+                pair.append(loss.item())
+            assert pair[0] == pytest.approx(pair[1], rel=1e-5)
+        return int(wrapped.num_traces)
+
+    return on_ranks(pipeline(2, num_micro_batches=2), model, run)
+
+
+@pytest.mark.parametrize("arguments", ["", "tau=value"], ids=["attribute", "argument"])
+def test_a_number_that_is_another_in_each_call_is_told_with_what_to_write(
+    arguments: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, each cost a trace of seconds, in silence; the advice is followed to its end."""
+    logger = logging.getLogger("autovaruna.session.varying")
+    logger.addHandler(caplog.handler)
+    try:
+        first = "self.tau = value"
+        assert annealed(Annealed(first), "" if arguments else first, arguments) == [5, 5]
+    finally:
+        logger.removeHandler(caplog.handler)
+    (text,) = {record.getMessage() for record in caplog.records if "new trace" in record.getMessage()}
+    assert text.startswith("argument tau is" if arguments else "tau is") and re.search(r" \d+\.\d s so far", text)
+    if arguments:
+        arguments, then = re.findall(r"Pass it as a tensor, (.*?): one", text)[0], ""
+    else:
+        first, then = re.findall(r"Keep it as a tensor, (.*) in __init__, and set it by (.*?): one", text)[0]
+    assert annealed(Annealed(first), f"self.{then}" if then else "", arguments) == [1, 1]
 
 
 @pytest.mark.parametrize("num_frozen", [1, 4], ids=["one", "all"])

@@ -71,12 +71,15 @@ class Metrics(Steps):
         super().__init__()
         self.accuracy, self.means = MulticlassAccuracy(3, average="micro"), nn.ModuleList([MeanMetric()])
         self.checked = MetricCollection({"checked": MulticlassAccuracy(3, average="micro")})
+        self.trained = self.checked.clone(prefix="trained_")
 
     def training_step(self, batch: Any, _: int) -> Any:
         x, y = batch
         logits = self(x)
         self.accuracy(logits, y)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.trained.update(logits, y)
+        self.log_dict(self.trained, on_step=False, on_epoch=True)  # once, this ended the job: it iterates
         loss = cross_entropy(logits, y) * (1 + self.current_epoch)
         self.log_dict({"loss": loss, "of_batch": (logits.argmax(-1) == y).float().mean(), "one": 1.0})
         self.means[0].update(loss)
@@ -174,7 +177,7 @@ def train_all(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def refusals() -> list[str]:
-    """Returns the errors of a step that is not traced and uses a weight itself, and of a state on one rank alone."""
+    """Returns the errors of a weight in a step that is not traced, a state on one rank, and a fit after evaluation."""
     from autovaruna.integrations.lightning import AutoVarunaStrategy
 
     class Both(OwnParameter):
@@ -182,11 +185,14 @@ def refusals() -> list[str]:
             return super().training_step(batch, batch_idx)["loss"] * (1 + batch_idx % 2)
 
     texts = []
-    for model in (Both(), Steps()):
+    for model in (Both(), OwnParameter(), Steps()):
         options: Any = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
         trainer = pl.Trainer(accelerator="cpu", strategy=AutoVarunaStrategy(**SETTINGS), **options)
+        samples = loader(trainer.global_rank, 2)
         try:
-            trainer.fit(model, loader(trainer.global_rank, 2))
+            if type(model) is OwnParameter:
+                trainer.validate(model, samples, verbose=False)
+            trainer.fit(model, samples)
             if trainer.is_global_zero:
                 model.state_dict()
             trainer.strategy.barrier()

@@ -49,7 +49,8 @@ def test_steps_of_any_shape_train_and_log_as_plain(num_stages: int, tmp_path: Pa
 
 
 def test_what_lightning_cannot_have_is_said_in_its_words() -> None:
-    used, alone = run_on_forks(2, f"{STEPS}:refusals")[0]
+    used, evaluated, alone = run_on_forks(2, f"{STEPS}:refusals")[0]
     assert "training_step of Both computes with scale itself" in used and "batch_idx" in used
     assert "rank 0 is in 'state_dict" in alone and "torch.distributed.barrier()" in alone
     assert "call trainer.save_checkpoint(path) on every rank" in alone
+    assert "planned for evaluation alone. Expected fit() first" in evaluated
