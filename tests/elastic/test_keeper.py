@@ -245,7 +245,7 @@ def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
 
 def test_a_state_is_as_old_as_it_is_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "job").mkdir()
-    own = Keeper(tmp_path / "job", AUTHORITY.credentials("localhost"), None)
+    own = Keeper(tmp_path / "job", AUTHORITY.credentials("localhost"), None, 0.1)
     own.begin(1, 2, None)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     now = time.time()
