@@ -27,7 +27,7 @@ def spawned(method: str, folder: Path, story: str = "") -> CompletedProcess[str]
     return CompletedProcess(command, done.returncode, (folder / "out").read_text())
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_process_group_of_the_script_is_a_launcher_and_workers_know_their_rank(method: str, tmp_path: Path) -> None:
     done = spawned(method, tmp_path)
     assert done.returncode == 0, done.stdout
@@ -43,6 +43,10 @@ def test_a_process_group_of_the_script_is_a_launcher_and_workers_know_their_rank
         assert of_worker[2] == rank and of_worker[3] >= 1  # what all ranks do together is refused there
 
 
-def test_a_spawned_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
-    done = spawned("fork", tmp_path, "killed")
-    assert done.returncode != 0 and "rank 1 has ended" in done.stdout, done.stdout
+@pytest.mark.parametrize(
+    ("method", "story", "words"),
+    [("fork", "killed", "rank 1 has ended"), ("spawn", "raises", "ValueError: the story's error")],
+)
+def test_a_spawned_rank_that_fails_ends_all(method: str, story: str, words: str, tmp_path: Path) -> None:
+    done = spawned(method, tmp_path, story)
+    assert done.returncode != 0 and words in done.stdout, done.stdout

@@ -105,6 +105,16 @@ def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) 
     assert "rank      : 1" in cause and "rank 1 failed:" in cause and "ValueError: the story's error" in cause
 
 
+def test_the_next_attempt_of_torchrun_trains(tmp_path: Path, address: dict[str, str]) -> None:
+    """Once, with a static rendezvous, it met addresses of ranks that had ended: ConnectionRefusedError, or no end."""
+    options = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=static"]
+    options += [f"--master-addr={address['MASTER_ADDR']}", f"--master-port={address['MASTER_PORT']}"]
+    words = ["-m", "torch.distributed.run", *options, "-m", MODULE, "restarted", str(tmp_path)]
+    done = run_group([sys.executable, *words], 200, ENV)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"attempt{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
 def test_torchrun_passes_on_the_signals_that_its_option_names(tmp_path: Path) -> None:
     """Without it, torchrun ends from SIGUSR1, and nothing is saved. Its own status is 1, whatever that of its ranks."""
     options = ["--nproc-per-node=2", "--standalone", "--signals-to-handle=SIGTERM,SIGUSR1"]

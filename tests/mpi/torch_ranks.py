@@ -74,6 +74,16 @@ def error(folder: Path) -> None:
     time.sleep(60)
 
 
+def restarted(folder: Path) -> None:
+    """Kills rank 1 of the first attempt after its training."""
+    train(folder)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if attempt == "0" and get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    barrier()
+    (folder / f"attempt{get_rank()}").write_text(attempt)
+
+
 def vanish(folder: Path) -> None:
     """Kills rank 1 while the others compute."""
     begin(folder)
