@@ -112,7 +112,7 @@ KEPT = {
     "session/test_partitions.py::test_the_partition_changes_no_bit": 14,
     "session/test_precision.py::test_a_plan_measured_in_bfloat16_trains_as_plain_pytorch": 0,
     "session/test_precision.py::test_a_scaler_that_is_not_given_is_found_and_one_of_several_must_be_named": 0,
-    "session/test_precision.py::test_a_scaler_that_was_made_before_is_found_wherever_it_is_and_one_made_too_late_is_refused": 0,
+    "session/test_precision.py::test_a_scaler_made_before_is_found_wherever_it_is_and_one_made_too_late_is_refused": 0,
     "session/test_precision.py::test_no_partition_changes_a_bit": 2,
     "session/test_precision.py::test_one_micro_batch_gives_the_bits_of_plain_pytorch": 2,
     "session/test_precision.py::test_overflow_on_one_rank_skips_the_step_on_all": 2,

@@ -270,7 +270,7 @@ def test_a_scaler_that_is_not_given_is_found_and_one_of_several_must_be_named() 
     assert torch.equal(found, gradient_of_step(partial(WRAP, scaler=scaler), scaler))
 
 
-def test_a_scaler_that_was_made_before_is_found_wherever_it_is_and_one_made_too_late_is_refused() -> None:
+def test_a_scaler_made_before_is_found_wherever_it_is_and_one_made_too_late_is_refused() -> None:
     plain = gradient_of_step(lambda model, optimizer: model, HALF.scaler())
     for hides in (lambda scaler: scaler, lambda scaler: lambda: scaler):
         assert (gradient_of_step(WRAP, hides(HALF.scaler())) - plain).abs().max() <= 1e-2 * plain.abs().max()
