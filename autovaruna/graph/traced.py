@@ -136,9 +136,16 @@ def classify(graph: KnownGraph, loss_mode: str, outer_of: Callable[[fx.Node], An
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    fed = set(reached(graph.module.graph.find_nodes(op="placeholder"), lambda node: node.users))
+    given = graph.module.graph.find_nodes(op="placeholder")
+    fed, by_batch = (
+        set(reached(sources, lambda node: node.users))
+        for sources in (given, [node for node in given if node.name in graph.batch_inputs])
+    )
     pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
-    specs = [_classify_one(node, path, graph, fed, outer_of) for node, path in pairs]
+    specs = [
+        _classify_one(node, path, graph, fed if is_differentiable(node.meta["val"]) else by_batch, outer_of)
+        for node, path in pairs
+    ]
     place = None if loss_mode == "outputs" else _find_loss(specs, graph, is_asked=loss_mode == "loss")
     if place is None and loss_mode == "loss":
         found = {spec.path: spec.kind.value for spec in specs}
@@ -155,6 +162,7 @@ def classify(graph: KnownGraph, loss_mode: str, outer_of: Callable[[fx.Node], An
 def _classify_one(
     node: fx.Node, path: str, graph: KnownGraph, fed: set[fx.Node], outer_of: Callable[[fx.Node], Any]
 ) -> OutputSpec:
+    """Classifies an output; `fed` are the nodes that may have other numbers in each micro-batch."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     dimension = graph.sizes.batch_dimension(value)

@@ -317,8 +317,25 @@ class SameInputs:
         if self._may_see_copies:
             firsts = [zip(inputs, digests[ranks[0]], strict=False) for ranks in self.groups]
             self._trained.append([tuple(own for spec, own in each if spec.is_batch) for each in firsts])
+            if warns and len(self._trained) == 1:
+                self._warn_of_tables(shared)
             if warns and len(self._trained) == _NUM_WHOLE_CALLS:
                 self._warn_of_copies()
+
+    def _warn_of_tables(self, shared: SharedCall) -> None:
+        """Warns of real numbers that all ranks have alike, one row for each of their samples, where no samples are."""
+        pairs = [pair for pair in zip(shared.call.inputs, shared.tensors, strict=True) if pair[0].is_batch]
+        by_input = list(zip(pairs, *self._trained[0], strict=False))
+        alike = [(spec, tensor) for (spec, tensor), *found in by_input if len(set(found)) == 1]
+        tables = [spec.name for spec, tensor in alike if tensor.is_floating_point() and (tensor != tensor[:1]).any()]
+        if tables and len(alike) < len(pairs):
+            others = tuple(spec.name for spec, _ in pairs if spec.name not in tables)
+            logger.warning(
+                "%s is as long as the batch, and every rank passes the same numbers: it is cut into micro-batches, for "
+                "its rows are taken for those of the samples. If they are not (a table, say), name the inputs that "
+                "have samples: batch_inputs=%s",
+                *(", ".join(tables), others),
+            )
 
     def _warn_of_copies(self) -> None:
         """Warns of ranks that pass the same samples; of a batch that never changes nothing is said."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,37 @@ def test_ranks_that_pass_the_same_samples_are_told_once(kind: str, caplog: pytes
     pass_batches(numbers, **{"inputs": "per_rank", **settings})
     assert caplog.text.count("ranks [0, 1] pass the same samples") == times
     assert times == 0 or all(name in caplog.text for name in ("ElasticSampler", "DistributedSampler", "replicated"))
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor, table: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.last(self.first(x) + table.sum(0)).squeeze(1) - y).square().mean(), number + 1
+
+
+def test_a_table_as_long_as_the_batch_is_told_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, its rows were taken for those of samples, and its sum was another, without a word."""
+    torch.manual_seed(0)
+    table, xs, ys = torch.randn(6, WIDTH), torch.randn(12, WIDTH), torch.randn(12)
+    plain = WithTable()
+    expected = plain(xs, ys, table, torch.tensor(3))[0].item()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def be_rank(world: World, **settings: Any) -> tuple[float, int]:
+        model = AutoVaruna(copy.deepcopy(models[world.rank]), **{**REPLICAS, "num_micro_batches": 4, **settings})
+        own = slice(6 * world.rank, 6 * world.rank + 6)
+        loss, number = model(xs[own], ys[own], table, torch.tensor(3))
+        return loss.item(), int(number)
+
+    run_ranks(2, be_rank)
+    assert sum("table is as long as the batch" in each for each in caplog.messages) == 1
+    (names,) = (each.rpartition("batch_inputs=")[2] for each in caplog.messages if "batch_inputs=" in each)
+    for loss, number in run_ranks(2, partial(be_rank, batch_inputs=ast.literal_eval(names))):
+        assert loss == pytest.approx(expected, rel=1e-5) and number == 4  # once, one more for each micro-batch
+    assert sum("table is as long as the batch" in each for each in caplog.messages) == 1
 
 
 PATIENCE_SECONDS = 200.0
