@@ -241,8 +241,8 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
         raise TraceError(
             f"forward changes Python state, and its next call computes something else: got changes of "
             f"{', '.join(left[:_MOST_NAMES]) or 'what is no attribute of a module'}, which a trace would fix for good. "
-            "Expected a forward that changes buffers alone; make it a tensor with register_buffer(), or pass it to the "
-            "model as an argument."
+            "Expected a forward that changes buffers alone: make it one with register_buffer(). What has rows of the "
+            "samples, as the state of an LSTM, cannot be one: pass it as an argument, the batch first, and return it."
         )
 
 
