@@ -157,15 +157,13 @@ class _ComparedSamples:
         whole = self._runs.whole()
         if not all(each.isfinite().all() for each in whole.gradients.values()):
             return None  # the step says so itself
-        wrong: dict[str, float] = {}
+        found: list[dict[str, float]] = []
         for scaled in self._ways_to_scale():
             self._runs.scaled = scaled
-            off = self._distances(whole, self._runs.parts(self._cut, whole))
-            wrong = {name: size for name, size in off.items() if size > self._allowed}
-            if not wrong:
+            found.append(self._distances(whole, self._runs.parts(self._cut, whole)))
+            if not any(size > self._allowed for size in found[-1].values()):
                 return None
-        self._runs.scaled = frozenset()
-        off = self._distances(whole, self._runs.parts(self._cut, whole))
+        self._runs.scaled, off = frozenset(), found[0]  # what nothing was scaled for
         noise = [self._distances(whole, [run]) for run in self._shaken()]
         wrong = {
             name: size
