@@ -189,6 +189,15 @@ def test_a_rank_that_has_one_sample_makes_another_of_its_numbers() -> None:
         steps(Series(MEETING["repeat"]), Setup(((0, 1),), 2), **{name: each[:2] for name, each in batch().items()})
 
 
+@pytest.mark.parametrize("turns", [2, 3])
+def test_numbers_that_go_by_every_second_or_third_place_are_refused(turns: int) -> None:
+    """Once, six samples were cut where their places began anew; a later batch of another size was wrong, silently."""
+    way: Any = lambda m, x, mark, y: m.loss(m.value(x) * (1 + torch.arange(x.shape[0]) % turns)[:, None, None], y)  # noqa: E731
+    double = {name: torch.cat([each, each]) for name, each in batch().items()}
+    with pytest.raises(TraceError, match=r"mixes the samples.* at .*test_witness.py:\d+"):
+        steps(Series(way), SETUPS[0], **double)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_call_without_gradients_is_looked_at_once(num_stages: int, caplog: pytest.LogCaptureFixture) -> None:
     way: Any = lambda m, x, mark, y: m.loss(m.value(x), y) if m.training else m.value(x) - m.value(x).mean(0)  # noqa: E731

@@ -92,6 +92,13 @@ def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
     refuse(case, r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
 
 
+def test_a_sum_over_a_bounded_size_is_no_mean() -> None:
+    """Once, sizes up to eight were tried alone: micro-batches divided by their own, where the batch divides by 16."""
+    case = case_of("bounded", lambda m, s, y: F.cross_entropy(s, y) + s.square().sum() / min(s.shape[0], 16))
+    batch = case.batch(40, 0)[1]
+    refuse(case, r"no mean over its samples: .*test_losses.py:\d+", batch, InputError, num_micro_batches=4)
+
+
 def test_it_is_refused_before_anything_is_measured() -> None:
     """Once, the two hardest samples were looked for in one, as it was measured: the error was one of topk."""
     case = case_of("hardest", lambda m, s, y: F.cross_entropy(s, y, reduction="none").topk(2)[0].mean())

@@ -40,7 +40,7 @@ from autovaruna.graph.operators import (
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.rounding import clear_tolerance
 
-_SIZES = (1, 2, 3, 8)
+_SIZES = (1, 2, 3, 8, 97, 1009, 65537)  # small and large ones, for min(len(x), 16) is a size up to there
 _POWERS = {ScalingUse.PLAIN: 0.0, ScalingUse.DIVISOR: 1.0, ScalingUse.FACTOR: -1.0}
 """How what a micro-batch gets of a value of the whole batch grows with it."""
 PARTS = (3, 2)
