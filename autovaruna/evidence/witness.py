@@ -30,7 +30,8 @@ from autovaruna.stage.module import StageModule
 MOST_SAMPLES, MOST_COUNTED = 6, 16
 """How many samples are looked at where a part of one micro-batch cannot be tried, and where counts of several meet."""
 _MOST_SCALED = 3
-_SMALL = 6  # its divisors are the small numbers by which samples may go in turns
+_TURNS = 6
+"""Numbers may go by each of its divisors in turns: by every second or third place in the batch."""
 _FLIPS, _FLIP_STEPS, _LEAST_FLIP = 32, 4.0, 1e-5
 """How often, and by how many roundings, or how much, a choice is shaken to see whether it is one of rounding."""
 
@@ -314,8 +315,8 @@ class _ComparedSamples:
 def _cuts(size: int) -> list[tuple[int, int]]:
     """Returns how many samples are tried, and how many of them are the first part: two unequal parts, then halves.
 
-    The second part begins at a place that no small number divides, for a number may go by every second place.
+    The second part begins within a turn of each, so that its numbers are others than those of the first part.
     """
-    uneven = next(first for first in range(max(1, size // 2), 0, -1) if gcd(first, _SMALL) == 1)
+    uneven = next(first for first in range(max(1, size // 2), 0, -1) if gcd(first, _TURNS) == 1)
     cuts = [(size, uneven), (size, size // 2), (size // 2, size // 4)]
     return list(dict.fromkeys((num, first) for num, first in cuts if 0 < first < num))
