@@ -101,11 +101,16 @@ class ProcessTransport(Transport):
             receiver.advance()
 
     def rest(self, waited_seconds: float) -> None:
-        """Sleeps once the eager part of a wait is over; where ranks share cores at once, for a fiftieth of it."""
-        if self.cores_per_rank < 1.0:
+        """Sleeps once the eager part of a wait is over; where ranks share cores at once, for a fiftieth of it.
+
+        A wait of seconds, as for a plan, becomes longer by a two-thousandth at most: the rank that works has the cores.
+        """
+        if waited_seconds >= 1.0:
+            time.sleep(min(waited_seconds / 2000, 5e-3))
+        elif self.cores_per_rank < 1.0:
             time.sleep(min(max(waited_seconds / 50, 20e-6), 500e-6))
         elif waited_seconds >= EAGER_SECONDS:
-            time.sleep(50e-6 if waited_seconds < 1.0 else 500e-6)
+            time.sleep(50e-6)
 
     def tell_launcher(self, text: str) -> None:
         """Hands the reason why this rank ends to its launcher, if that takes one."""
