@@ -266,11 +266,13 @@ def take_turns(
 
 def take_turn(preparation: Preparation, step: Callable[[], float], world: World) -> Turn:
     """Predicts from what is measured now, then takes steps, each as slow as its slowest rank. Collective."""
+    from autovaruna.interception.modules import own_code
     from autovaruna.profiler.measure import call_seconds
 
     call_seconds.cache_clear()
     references = [reference_seconds(world)]
-    predicted = preparation.measured_again().predicted_seconds
+    with own_code():  # steps of optimizers that are tried are not the script's
+        predicted = preparation.measured_again().predicted_seconds
     references.append(reference_seconds(world))
     step()  # what measuring has left in the caches is no part of a step
     seconds = [slowest(step(), world) for _ in range(STEPS_OF_A_TURN)]
