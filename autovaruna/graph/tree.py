@@ -285,6 +285,10 @@ def _hides_tensors(value: Any, seen: set[int]) -> bool:
     return isinstance(inner, dict) and not isinstance(value, type) and _hides_tensors(inner, seen)
 
 
+class UndeliveredError(InputError, AttributeError):
+    """An InputError to who reads such an output; for `hasattr`, with which libraries look at outputs, it has nothing."""
+
+
 class Undelivered:
     """Stands for an output that a pipeline does not deliver; any use of it raises and says so."""
 
@@ -302,7 +306,7 @@ class Undelivered:
 
     def _refuse(self, *args: Any) -> NoReturn:
         leaf: HidingLeaf = self.__dict__["_leaf"]
-        raise InputError(
+        raise UndeliveredError(
             f"The output {leaf.path} is a {leaf.type_name}, whose tensors stay on the stages that made them. "
             "Expected outputs are tensors in tuples, lists, dicts or dataclasses; return those tensors, or turn the "
             "output off in the model (use_cache=False for a Hugging Face model; or pass past_key_values=DynamicCache() "

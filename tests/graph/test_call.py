@@ -202,8 +202,9 @@ def test_an_opaque_leaf_is_asked_for() -> None:
 
 @pytest.mark.parametrize("use", [lambda it: it.layers, lambda it: it[0], list, len])
 def test_an_undelivered_output_says_so_when_used(use: Any) -> None:
-    """Nothing silently differs: the stand-in prints, and any use raises with what to do."""
+    """Nothing silently differs: the stand-in prints, and any use raises with what to do, but `hasattr`."""
     stand_in = Undelivered(HidingLeaf("output.past", "Cache"))
+    assert not hasattr(stand_in, "dtype")  # accelerate looks at all outputs so
     assert repr(stand_in) == "Undelivered(Cache at output.past)"
     with pytest.raises(InputError, match=r"output\.past is a Cache.*use_cache=False"):
         use(stand_in)
