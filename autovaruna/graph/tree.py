@@ -286,7 +286,7 @@ def _hides_tensors(value: Any, seen: set[int]) -> bool:
 
 
 class UndeliveredError(InputError, AttributeError):
-    """An InputError to who reads such an output; for `hasattr`, with which libraries look at outputs, it has nothing."""
+    """An InputError to who reads it; to `hasattr`, by which libraries look at outputs, there is nothing."""
 
 
 class Undelivered:
