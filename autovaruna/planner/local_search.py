@@ -71,10 +71,7 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     for step, s in product(_STEPS, range(1, len(starts))):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
-                other = replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
-                yield other
-                if start.choices:
-                    yield replace(other, choices=())  # whose stages hold what memory lets them
+                yield replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
 
 
 def move_groups(planner: Planner, start: Candidate) -> Iterator[Candidate]:
