@@ -102,7 +102,6 @@ try:
 
     # Autograd, from within.
     run_engine: Any = torch.autograd.Variable._execution_engine.run_backward  # without the checks of ``backward``
-    run_backward = torch.autograd.graph._engine_run_backward  # from edges of its graph, not from tensors
     SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a function that costs no look for transforms
     is_graph_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph  # by the backward that runs now
     top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # those that are on now

@@ -21,10 +21,9 @@ from autovaruna.schedule.pipeline import Kind
 from autovaruna.schedule.simulation import Simulation
 
 Spans = Sequence[tuple[float, float]]  # begin and length of bars, in seconds
-KINDS = {"F": "forward", "R": "recompute", "B": "backward", "W": "weight gradients"}
-KINDS |= {"a": "all-reduce", "w": "wait for a message"}
+KINDS = {"F": "forward", "R": "recompute", "B": "backward", "a": "all-reduce", "w": "wait for a message"}
 """What a bar of a step is, by the letter with which its name begins."""
-COLOURS = dict(zip(KINDS.values(), ("#4c78a8", "#f2cf5b", "#54a24b", "#b5cf6b", "#b279a2", "#e8e8e8"), strict=True))
+COLOURS = dict(zip(KINDS.values(), ("#4c78a8", "#f2cf5b", "#54a24b", "#b279a2", "#e8e8e8"), strict=True))
 
 
 def checked_plot(path: str) -> str:

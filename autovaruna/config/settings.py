@@ -193,9 +193,7 @@ class Settings:
     recompute: Literal["auto", "all", "none"] = _setting(
         choice("auto", "all", "none"), "auto", checkpointing=_RECOMPUTES
     )
-    schedule: str = _setting(
-        choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first", "zero_bubble"), "auto"
-    )
+    schedule: str = _setting(choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first"), "auto")
     in_flight: int = _setting(count(), 0)
     cuts: tuple[str, ...] = _setting(NAMES, ())
     cutpoints: Literal["only", "prefer", "ignore"] = _setting(choice("only", "prefer", "ignore"), "prefer")

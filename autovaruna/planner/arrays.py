@@ -31,14 +31,6 @@ class Costs:
     backward_seconds: Array
     saved_bytes: Array
     work_bytes: Array
-    weight_seconds: Array
-    split_seconds: Array
-    deferred_bytes: Array
-
-    @property
-    def input_seconds(self) -> Array:
-        """Seconds of a backward that leaves its weight gradients for later."""
-        return np.maximum(self.backward_seconds - self.weight_seconds, 0.0) + self.split_seconds
 
 
 class CostTable:

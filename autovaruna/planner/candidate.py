@@ -13,7 +13,7 @@ from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.costs import SizedProblem, StageFormula
 from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
-from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.problem import Problem
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth
@@ -23,8 +23,6 @@ _ACTS_OF_A_CANDIDATE = 100
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
-_DEFERRED_EACH_STAGE = 2
-"""Micro-batches a stage that a stage may defer: with twice as many as stages, simulated steps reach their bound."""
 _TINY = 100
 """Ranks times segments of a problem that is searched more fully."""
 
@@ -61,9 +59,8 @@ class Planner:
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
-        is_split = problem.constraints.schedule == SPLIT_SCHEDULE
         # A search goes back and forth between a few numbers of micro-batches.
-        self.sized = lru_cache(maxsize=8)(lambda count: SizedProblem(problem, tables, count, is_split))
+        self.sized = lru_cache(maxsize=8)(lambda count: SizedProblem(problem, tables, count))
         self.formula = lru_cache(maxsize=1)(lambda count: StageFormula(self.sized(count)))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
@@ -116,9 +113,9 @@ class Planner:
         """Returns the stages of a candidate that says what they hold."""
         sized = self.sized(candidate.num_micro_batches)
         options = []
-        for s, (ranks, (again, depth, deferred)) in enumerate(zip(candidate.ranks, candidate.choices, strict=True)):
+        for s, (ranks, (again, depth)) in enumerate(zip(candidate.ranks, candidate.choices, strict=True)):
             held = sized.held_by(*_range(candidate, s, self.tables))
-            options.append(Option(held, ranks, depth, depth, again, deferred))
+            options.append(Option(held, ranks, depth, depth, again))
         return options
 
     def pipeline(self, plan: Plan) -> Pipeline:
@@ -168,8 +165,7 @@ class Planner:
         model, costs = sized.model, sized.greatest_costs
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
         rules = (model.process_bytes, model.fragmentation, model.work_of_all, model.work_of_largest)
-        deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
-        return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules, deferred))
+        return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules))
 
     def options(self, sized: SizedProblem, candidate: Candidate) -> list[Option]:
         """Returns the stages of a candidate as they are before they are fitted into memory."""
@@ -179,19 +175,9 @@ class Planner:
         options = []
         for s, ranks in enumerate(candidate.ranks):
             held, depth = sized.held_by(*_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
-            deferred = self.most_deferred(candidate, s, counts)
             least = depth if is_fixed else 1
-            options.append(Option(held, ranks, depth, least, first_choice, deferred, candidate.depth == DEEPEST))
+            options.append(Option(held, ranks, depth, least, first_choice, candidate.depth == DEEPEST))
         return options
-
-    def most_deferred(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
-        """Returns how many backwards of a stage may leave weight gradients for later; 0: they are not split."""
-        if candidate.schedule != SPLIT_SCHEDULE or len(counts) == 1:
-            return 0
-        i, j = (int(self.tables.positions[each]) for each in _range(candidate, stage, self.tables))
-        if not self.sized(candidate.num_micro_batches).costs.weight_seconds[i:j].any():
-            return 0
-        return min(_DEFERRED_EACH_STAGE * len(counts), -(-candidate.num_micro_batches // counts[stage]))
 
     def _depth(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         share = -(-candidate.num_micro_batches // counts[stage])
@@ -202,7 +188,7 @@ class Planner:
 
     def _stage(self, sized: SizedProblem, candidate: Candidate, stage: int, option: Option, reduce: float) -> StagePlan:
         i, j = _range(candidate, stage, self.tables)
-        key = i, j, option.ranks, option.needs_recompute, option.in_flight, option.deferred, reduce
+        key = i, j, option.ranks, option.needs_recompute, option.in_flight, reduce
         made = sized.made_stages.get(key)
         if made is None:
             made = sized.made_stages[key] = self._new_stage(sized, i, j, option, reduce)
@@ -210,7 +196,7 @@ class Planner:
 
     def _new_stage(self, sized: SizedProblem, i: int, j: int, option: Option, reduce: float) -> StagePlan:
         first, end = int(self.tables.positions[i]), int(self.tables.positions[j])
-        (forward, backward, until_gradients, weight), peak = sized.seconds_of(i, j), peak_of(sized, option)
+        (forward, backward), peak = sized.seconds_of(i, j), peak_of(sized, option)
         optimizer = float(sized.optimizer_seconds_at((i, j)))
         speeds = tuple(map(self.speeds.__getitem__, option.ranks)) if self.speeds else ()
         return StagePlan(
@@ -227,9 +213,6 @@ class Planner:
             optimizer_seconds=optimizer * sized.owned_share(len(option.ranks), option.held),
             parameter_bytes=option.held.parameters,
             speeds=speeds if set(speeds) != {1.0} else (),
-            deferred=option.deferred,
-            input_seconds=until_gradients if option.deferred else 0.0,
-            weight_seconds=weight if option.deferred else 0.0,
         )
 
     def _reduce_seconds(self, sized: SizedProblem, candidate: Candidate, options: Sequence[Option]) -> list[float]:

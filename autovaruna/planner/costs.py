@@ -62,7 +62,7 @@ class Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedProblem:
-    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward.
+    """A problem at M micro-batches.
 
     `peaks` and `made_stages` keep what was made of stages, by all that it follows from (what they hold by identity),
     since plans of a search share most of it.
@@ -71,9 +71,8 @@ class SizedProblem:
     problem: Problem
     tables: RangeTables
     num_micro_batches: int
-    is_split: bool = False
-    peaks: dict[tuple[int, bool, int, int, int], Peak] = field(default_factory=dict, init=False)
-    made_stages: dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan] = field(
+    peaks: dict[tuple[int, bool, int, int], Peak] = field(default_factory=dict, init=False)
+    made_stages: dict[tuple[int, int, tuple[int, ...], bool, int, float], StagePlan] = field(
         default_factory=dict, init=False
     )
 
@@ -96,25 +95,13 @@ class SizedProblem:
     @cached_property
     def step_seconds(self) -> Array:
         """Forward and backward seconds of each block, as far as they run."""
-        if not self.is_split or not self.problem.needs_gradient:
-            return self.urgent_seconds
-        costs = self.costs
-        backward = np.minimum(costs.backward_seconds, costs.input_seconds + costs.weight_seconds)
-        return np.asarray(costs.forward_seconds + backward, dtype=np.float64)
+        return np.asarray(self.costs.forward_seconds + self.backward_seconds, dtype=np.float64)
 
     @cached_property
     def backward_seconds(self) -> Array:
-        """Seconds of each block's backward until its gradients can leave, split or whole."""
-        if not self.problem.needs_gradient:
-            return np.zeros_like(self.costs.backward_seconds)
-        if self.is_split:
-            return np.asarray(np.minimum(self.costs.input_seconds, self.costs.backward_seconds), dtype=np.float64)
-        return self.costs.backward_seconds
-
-    @cached_property
-    def urgent_seconds(self) -> Array:
-        """Seconds of each block's forward and backward, without weight gradients that are computed apart."""
-        return np.asarray(self.costs.forward_seconds + self.backward_seconds, dtype=np.float64)
+        """Seconds of each block's backward, as far as it runs."""
+        costs = self.costs.backward_seconds
+        return costs if self.problem.needs_gradient else np.zeros_like(costs)
 
     @cached_property
     def waits(self) -> Waits:
@@ -198,15 +185,13 @@ class SizedProblem:
         return each if self.problem.needs_gradient else each * 0.0
 
     @cached_property
-    def seconds_of(self) -> Callable[[int, int], tuple[float, float, float, float]]:
-        """Says what the blocks of the segments i .. j-1 take: forward, backward, and the two parts of a split one."""
+    def seconds_of(self) -> Callable[[int, int], tuple[float, float]]:
+        """Says what forward and backward of the blocks of the segments i .. j-1 take."""
         return cache(self._seconds_of)
 
-    def _seconds_of(self, i: int, j: int) -> tuple[float, float, float, float]:
+    def _seconds_of(self, i: int, j: int) -> tuple[float, float]:
         costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-        parts = (costs.forward_seconds, costs.backward_seconds, costs.input_seconds, costs.weight_seconds)
-        forward, backward, until_gradients, weight = (float(each[blocks].sum()) for each in parts)
-        return forward, backward, until_gradients, weight
+        return float(costs.forward_seconds[blocks].sum()), float(costs.backward_seconds[blocks].sum())
 
     @cached_property
     def overhead_seconds(self) -> float:
@@ -222,10 +207,7 @@ class SizedProblem:
 
     @cached_property
     def recompute_options(self) -> list[tuple[Array, StageBytes[Array]]]:
-        """Seconds and bytes of ranges without recompute, and with it, the fastest first.
-
-        No bytes are of weight gradients that are computed apart.
-        """
+        """Seconds and bytes of ranges without recompute, and with it, the fastest first."""
         options = []
         for again in self.recompute_choices:
             work = _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds)) if again else self.work

@@ -39,6 +39,8 @@ _OF_OPTIMIZER = {
     "optimizer_bytes_factor": "the optimizer's state for each byte of parameters",
     "shard_optimizer": "whether replicas may share the optimizer's state",
 }
+_GONE_SCHEDULE = "zero_bubble"
+"""Files of version 0.2 may have it."""
 _ROUNDING = 1e-6
 """Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
 logger = logging.getLogger(__name__)
@@ -110,14 +112,12 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     known = plan.block_bytes
     if known is None or len(valid_for.memory_bytes) != plan.num_ranks:
         return ""
-    deferred_bytes = known.deferred_bytes or (0.0,) * len(known.saved_bytes)
-    if not len(known.saved_bytes) == len(known.work_bytes) == len(deferred_bytes) == len(graph.blocks):
+    if not len(known.saved_bytes) == len(known.work_bytes) == len(graph.blocks):
         return ""
     size = math.ceil(plan.micro_batch_size - 1e-9)
     saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
-    deferred = np.array(deferred_bytes) * (size / known.micro_batch_size)
     none = np.zeros_like(saved)
-    costs = Costs(float(size), none, none, saved, work, none, none, deferred)
+    costs = Costs(float(size), none, none, saved, work)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.fragmentation, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules, most_owners=plan.num_ranks if plan.shares_state else 1)
@@ -195,13 +195,13 @@ class _PredictedStage(msgspec.Struct):
     memory_bytes: Amount
     parameter_bytes: Amount
     optimizer_seconds: Amount
-    input_seconds: Amount
-    weight_seconds: Amount
     shared_bytes: Amount
     speeds: tuple[Positive, ...]
 
 
-class _Stage(msgspec.Struct, forbid_unknown_fields=True):
+class _Stage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A stage; `deferred` is 0 in files of versions that could split a backward, and is not written any more."""
+
     cut: str
     ranks: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     recompute: bool
@@ -275,7 +275,13 @@ def load(path: str | os.PathLike[str]) -> Deployment:
     try:
         version = content.get("format_version", FORMAT_VERSION) if isinstance(content, dict) else FORMAT_VERSION
         _check(version == FORMAT_VERSION, "format_version", version, FORMAT_VERSION)
-        return _deployment(read_record(content, _DeploymentFile))
+        file = read_record(content, _DeploymentFile)
+        if file.schedule == _GONE_SCHEDULE:
+            raise DeploymentError(
+                f"the deployment {path} cannot run: its schedule, {_GONE_SCHEDULE!r}, is no longer there: delete the "
+                "file to plan again"
+            )
+        return _deployment(file)
     except ValueError as error:
         raise DeploymentError(
             f"the deployment {path} is damaged: {error}: mend it, or delete the file to plan again"
@@ -307,7 +313,7 @@ def _file(deployment: Deployment) -> _DeploymentFile:
 
 def _stage(stage: StagePlan, cut: str) -> _Stage:
     predicted = _PredictedStage(**{name: getattr(stage, name) for name in _PredictedStage.__struct_fields__})
-    return _Stage(cut, stage.ranks, stage.needs_recompute, stage.in_flight, predicted, stage.deferred)
+    return _Stage(cut, stage.ranks, stage.needs_recompute, stage.in_flight, predicted)
 
 
 def _deployment(file: _DeploymentFile) -> Deployment:
@@ -355,7 +361,6 @@ def _stage_plan(stage: _Stage) -> StagePlan:
         ranks=stage.ranks,
         needs_recompute=stage.recompute,
         in_flight=stage.in_flight,
-        deferred=stage.deferred,
         **predicted,
     )
 

@@ -86,8 +86,7 @@ class Evaluator:
             if any(plan == other for _, other in built):
                 continue  # With few micro-batches, or little memory, variants are alike.
             built.append((each, plan))
-            recomputed = tuple(stage.needs_recompute for stage in plan.stages)
-            key = (*recomputed, any(stage.deferred for stage in plan.stages))
+            key = tuple(stage.needs_recompute for stage in plan.stages)
             if key not in bounds:
                 bounds[key] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
             if bounds[key] >= below:
@@ -136,10 +135,10 @@ class Evaluator:
         """Yields a candidate in some variants, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
         loose = [] if self.is_long(candidate) else self._loose
-        built: dict[tuple[str, bool, bool], Plan | None] = {}
+        built: dict[tuple[str, bool], Plan | None] = {}
         for depth, schedule in choices:
             variant = replace(candidate, depth=depth, schedule=schedule)
-            key = depth, schedule == "gpipe", schedule == "zero_bubble"
+            key = depth, schedule == "gpipe"
             if key not in built:
                 built[key] = self.planner.build(variant) or (self.planner.build(variant, loose) if loose else None)
             plan = built[key]

@@ -9,7 +9,7 @@ from itertools import chain, combinations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
-from autovaruna.planner.problem import FEW_RANKS, SPLIT_SCHEDULE
+from autovaruna.planner.problem import FEW_RANKS
 from autovaruna.planner.rank_memory import Choices, choices_of
 from autovaruna.planner.search_space import (
     changed_ranks,
@@ -28,7 +28,7 @@ _NEARLY = 1.05
 _STEPS = (64, 32, 16, 8, 4, 2, 1)
 """Segments that a cut is moved by: the farthest first, since what crosses may be much less at a place far away."""
 _RATIO = 1.5
-"""Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
+"""Of many depths, each that is tried is greater than the one before by this."""
 _MOST_TOGETHER = 2560
 """Ways to change a little what all stages hold, or two of them, of which all are tried."""
 _MOST_OF_A_ROUND = 200_000
@@ -71,10 +71,7 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     for step, s in product(_STEPS, range(1, len(starts))):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
-                other = replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
-                yield other
-                if start.choices:
-                    yield replace(other, choices=())  # whose stages hold what memory lets them
+                yield replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
 
 
 def move_groups(planner: Planner, start: Candidate) -> Iterator[Candidate]:
@@ -107,7 +104,7 @@ def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
 
 
 def move_choices(evaluator: Evaluator) -> Move:
-    """Returns the move that has stages hold more or less: by depths, recompute and what they defer."""
+    """Returns the move that has stages hold more or less: by depths and recompute."""
 
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         plan = evaluator.plans[start]
@@ -121,28 +118,25 @@ def move_choices(evaluator: Evaluator) -> Move:
 def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule.
 
-    Where they are few, also with depths and deferrals near those of all stages, or of two: one alone may be of no use.
+    Where they are few, also with depths near those of all stages, or of two: one alone may be of no use.
     """
     constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
     shares = [-(-start.num_micro_batches // count) for count in counts]
     has_fixed_depths = constraints.in_flight or start.schedule == "gpipe"
     recompute, options = planner.sized(start.num_micro_batches).recompute_choices, list[list[Choices]]()
-    for stage, ((_, now, _), share) in enumerate(zip(chosen, shares, strict=True)):
+    for stage, ((_, now), share) in enumerate(zip(chosen, shares, strict=True)):
         near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
         depths = [now] if has_fixed_depths else sorted(near, reverse=True)
-        most = planner.most_deferred(start, stage, counts)
-        deferrals = [0, *spread(1, max(most, share), _RATIO)] if most else [0]
-        options.append(list(product(recompute, depths, deferrals)))
+        options.append(list(product(recompute, depths)))
         for each in options[-1]:
             yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
-    is_full = all(depth >= share for (_, depth, _), share in zip(chosen, shares, strict=True))
+    is_full = all(depth >= share for (_, depth), share in zip(chosen, shares, strict=True))
     known = [schedule for _, schedule in variants(planner.problem, len(counts), start.is_interleaved)]
     for schedule in dict.fromkeys([*known, "gpipe"] if constraints.schedule == "auto" else known):
-        defers_only_if_split = schedule == SPLIT_SCHEDULE or not any(deferred for _, _, deferred in chosen)
-        if defers_only_if_split and (schedule != "gpipe" or is_full):
+        if schedule != "gpipe" or is_full:
             yield replace(start, schedule=schedule)
     near_now = [
-        [each for each in some if each[0] == now[0] and abs(each[1] - now[1]) <= 1 and abs(each[2] - now[2]) <= 2]
+        [each for each in some if each[0] == now[0] and abs(each[1] - now[1]) <= 1]
         for some, now in zip(options, chosen, strict=True)
     ]
     every = tuple(range(len(chosen)))

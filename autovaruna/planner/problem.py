@@ -16,12 +16,6 @@ FEW_RANKS = 12
 _STAGES_OF_FEW_RANKS, _STAGES_OF_MANY_RANKS = 4, 8
 """The most stages of a rank: what fills a pipeline of few ranks is little beside the rest of a step."""
 RECOMPUTE_CHOICES = ("auto", "all", "none")
-SPLIT_SCHEDULE = "zero_bubble"
-SPLIT_REFUSAL = (
-    "schedule 'zero_bubble' computes weight gradients apart from backward, which compiled stages cannot: got "
-    "compile_stages beside it; set compile_stages=False, or another schedule (schedule='auto' plans for what there is, "
-    "load_deployment=False plans anew)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,6 @@ class Constraints:
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
         simplicity: the share of the fastest step that a plan may take longer if it is simpler; 0: the fastest plan.
         max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `most_stages_per_rank`.
-        may_split: whether stages can compute weight gradients apart from backward.
         cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
             than `PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
     """
@@ -58,7 +51,6 @@ class Constraints:
     simplicity: float = 0.0
     max_stages_per_rank: int = 0
     cutpoints: str = "ignore"
-    may_split: bool = True
 
     @property
     def has_fixed_places(self) -> bool:
@@ -115,15 +107,6 @@ class Problem:
         """Where the values go that need a gradient, which comes back; none do without a backward."""
         values = tuple(value for value in self.graph.values if value.needs_gradient and self.needs_gradient)
         return Flow(values, len(self.graph.blocks))
-
-    @cached_property
-    def may_split(self) -> bool:
-        """Whether plans are searched that compute weight gradients apart from backward."""
-        constraints = self.constraints
-        has_weights = any(cost.weight_seconds > 0 for costs in self.profile.costs for cost in costs)
-        is_pipeline = self.cluster.num_ranks > 1 and forced_stages(self) != 1 and len(self.graph.blocks) > 1
-        is_asked = constraints.schedule == "auto" and constraints.may_split and self.needs_gradient
-        return is_asked and has_weights and is_pipeline
 
 
 def forced_stages(problem: Problem) -> int:
@@ -193,8 +176,6 @@ def _count_complaint(problem: Problem) -> str:
             f"num_stages is {constraints.num_stages}, but the model has only {len(graph.blocks)} blocks, and a stage "
             f"needs one: set it to {len(graph.blocks)} or less"
         )
-    if constraints.schedule == SPLIT_SCHEDULE and not constraints.may_split:
-        return SPLIT_REFUSAL
     counts = {"num_stages": constraints.num_stages, "cuts": len(constraints.cuts) and len(constraints.cuts) + 1}
     counts["stage_ranks"] = len(constraints.stage_ranks)
     given = {name: count for name, count in counts.items() if count}

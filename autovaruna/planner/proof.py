@@ -38,10 +38,10 @@ def _longest_path(sized: SizedProblem) -> float:
     """Returns what one micro-batch takes there and back, with its share of the others at the path's longest block."""
     problem, costs, backward = sized.problem, sized.costs, sized.backward_seconds
     flow = problem.gradient_flow if problem.needs_gradient else problem.flow
-    path = flow.longest_path(costs.forward_seconds + backward)
+    path = flow.longest_path(sized.step_seconds)
     longest = max(float(np.maximum(costs.forward_seconds, backward)[path].max()), 0.0)
     share = -(-sized.num_micro_batches // problem.cluster.num_ranks)
-    seconds = float((costs.forward_seconds + backward)[path].sum()) + (share - 1) * longest
+    seconds = float(sized.step_seconds[path].sum()) + (share - 1) * longest
     return (seconds / max(problem.cluster.speeds)) + sized.overhead_seconds
 
 
@@ -64,9 +64,9 @@ def bound_of_single(sized: SizedProblem, upper: float = math.inf) -> float:
 class _StageNeeds:
     """How many ranks each range of segments needs as a stage, to end a step in some seconds on the fastest ranks.
 
-      first forward     gradients leave     last backward
-    |------|-----------------|--------------------|-------|
-     before      urgent work    work that is put off  after, or all-reduce and optimizer
+      first forward     last backward
+    |------|-----------------|-------|
+     before       work        after, or all-reduce and optimizer
     """
 
     def __init__(self, sized: SizedProblem) -> None:
@@ -79,10 +79,7 @@ class _StageNeeds:
         before, after = (np.minimum.reduceat(each[:-1], starts) for each in (waits.before, waits.after))
         if sized.is_exact:
             before, after = waits.before[starts], waits.after[starts]
-        overhead = sized.overhead_seconds
-        self._urgent, self._work = (
-            self._inside(tables.add_up(each)) / speed + overhead for each in (sized.urgent_seconds, sized.step_seconds)
-        )
+        self._work = self._inside(tables.add_up(sized.step_seconds)) / speed + sized.overhead_seconds
         self._before, self._after = before[:, None], after[:, None]
         optimizer = self._inside(sized.optimizer_seconds) / speed
         trained = self._inside(tables.trained_bytes)
@@ -101,15 +98,13 @@ class _StageNeeds:
     @property
     def _seconds_alone(self) -> Array:
         """What each range takes on one rank."""
-        count = self.num_micro_batches
-        whole = count * self._work + self._end_alone
-        return self._before + np.maximum(count * self._urgent + self._after, whole)
+        return self._before + self.num_micro_batches * self._work + np.maximum(self._after, self._end_alone)
 
     def are_met(self, seconds: float) -> bool:
         """Returns whether there are ranks enough for a split of which every stage ends in so many seconds."""
         spare = seconds - self._before
         with np.errstate(divide="ignore"):
-            share = np.minimum((spare - self._after) / self._urgent, (spare - self._end) / self._work)
+            share = (spare - np.maximum(self._after, self._end)) / self._work
             several = np.ceil(self.num_micro_batches / np.floor(share.clip(0.0) + ROUNDING)).clip(2.0)
         needed = np.where(self._seconds_alone <= seconds, 1.0, several)
         needed[~(self._has_room & self._is_range)] = np.inf
@@ -136,14 +131,7 @@ class Proof:
 
     def __init__(self, planner: Planner, counts: list[int], most_each: int) -> None:
         self.planner, self.counts, self.most_each = planner, counts, most_each
-        self.of_all = cache(lambda count: bound_of_all(self.sized(count)))
-
-    def sized(self, count: int) -> SizedProblem:
-        """Returns the problem at M micro-batches, with weight gradients apart if plans may compute them so."""
-        problem = self.planner.problem
-        return (
-            SizedProblem(problem, self.planner.tables, count, True) if problem.may_split else self.planner.sized(count)
-        )
+        self.of_all = cache(lambda count: bound_of_all(planner.sized(count)))
 
     def leaves_room(self, best: Plan | None) -> bool:
         """Returns whether a plan with several stages a rank may be better than the best with one."""
@@ -164,8 +152,6 @@ class Proof:
             )
             seconds = seconds if self.most_each > 1 else single_seconds
         proof += f"; for {len(self.counts)} numbers of micro-batches from {low} to {high}"
-        if self.planner.problem.may_split:
-            proof += "; nor with weight gradients computed apart from backward"
         if was_cut_short:
             proof += "; the search ended early, by its limit of simulations, so that better plans may be left"
         return replace(plan, bound_seconds=seconds, single_bound_seconds=single_seconds, bound_proof=proof)
@@ -174,5 +160,5 @@ class Proof:
         lowest = single.predicted_seconds
         for count in sorted(self.counts, key=lambda count: abs(count - single.num_micro_batches)):
             if self.of_all(count) < lowest:
-                lowest = min(lowest, bound_of_single(self.sized(count), lowest))
+                lowest = min(lowest, bound_of_single(self.planner.sized(count), lowest))
         return lowest

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.records import Peak, Plan, StagePlan, together
 from autovaruna.planner.stage_memory import Holdings, MemoryModel, StageBytes
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, WEIGHT, Instruction, Pipeline, Schedule
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, Instruction, Pipeline, Schedule
 
 
 def bytes_of_ranks(
@@ -47,9 +47,7 @@ def peak_of_instructions(
     instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
 ) -> float:
     """Returns the most that a rank holds in a step, in bytes; each of its stages counts the process as its own."""
-    peak = sum(stage.least for stage in stages.values())
-    instructions = list(instructions)
-    deferring, begun = {each.stage for each in instructions if each.kind is WEIGHT}, set[int]()
+    peak, begun = sum(stage.least for stage in stages.values()), set[int]()
     idle = sum(stage.waiting for stage in stages.values())
     for instruction in instructions:
         stage = stages[instruction.stage]
@@ -63,17 +61,14 @@ def peak_of_instructions(
             peak = max(peak, idle + stage.running)
         if instruction.kind is BACKWARD:
             idle -= stage.each
-        if instruction.stage in deferring and instruction.kind in (BACKWARD, WEIGHT):
-            idle += stage.each_deferred if instruction.kind is BACKWARD else -stage.each_deferred
-            peak = max(peak, idle)
     return peak - (len(stages) - 1) * process_bytes
 
 
 class Option(NamedTuple):
     """A stage while its recompute and depths are still open.
 
-    The in-flight depth goes down to `least_in_flight`, what is deferred to 0. With `spares_recompute`
-    no stage recomputes if smaller depths are enough.
+    The in-flight depth goes down to `least_in_flight`. With `spares_recompute` no stage recomputes if smaller depths
+    are enough.
     """
 
     held: Holdings[float]
@@ -81,17 +76,16 @@ class Option(NamedTuple):
     in_flight: int
     least_in_flight: int
     needs_recompute: bool
-    deferred: int = 0
     spares_recompute: bool = False
 
 
-Choices = tuple[bool, int, int]
-"""What memory leaves a stage to choose: whether it recomputes, its in-flight depth, and how much it defers."""
+Choices = tuple[bool, int]
+"""What memory leaves a stage to choose: whether it recomputes, and its in-flight depth."""
 
 
 def choices_of(stages: Iterable[StagePlan | Option]) -> tuple[Choices, ...]:
     """Returns what the stages chose."""
-    return tuple([(stage.needs_recompute, stage.in_flight, stage.deferred) for stage in stages])
+    return tuple([(stage.needs_recompute, stage.in_flight) for stage in stages])
 
 
 def is_within(plan: Plan, limits: Sequence[float]) -> bool:
@@ -103,7 +97,7 @@ def fit(sized: SizedProblem, options: Sequence[Option], limits: Sequence[float])
     """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
     fitted = list(options)
     for stages, limit in _tightest(options, limits).items():
-        found = _fit_rank(sized, [fitted[stage] for stage in stages], limit)
+        found = _holding_less(sized, [fitted[stage] for stage in stages], limit)
         if found is None:
             return None
         for stage, option in zip(stages, found, strict=True):
@@ -125,38 +119,19 @@ def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[
 
 def peak_of(sized: SizedProblem, option: Option) -> Peak:
     """Returns the peak of a stage on one replica; a search asks for the same ones again and again."""
-    held, ranks, in_flight, _, needs_recompute, deferred, _ = option
-    key = id(held), needs_recompute, deferred, in_flight, len(ranks)
+    held, ranks, in_flight, _, needs_recompute, _ = option
+    key = id(held), needs_recompute, in_flight, len(ranks)
     peak = sized.peaks.get(key)
     if peak is None:
         share = -(-sized.num_micro_batches // len(ranks))
         stage = sized.model.of_stage(held, needs_recompute, len(ranks))
-        peak = sized.peaks[key] = stage.peak(in_flight, share, sized.model.process_bytes, deferred)
+        peak = sized.peaks[key] = stage.peak(in_flight, share, sized.model.process_bytes)
     return peak
 
 
-def _fit_rank(sized: SizedProblem, options: list[Option], limit: float) -> list[Option] | None:
-    """Fits the stages of one rank: they defer less; if that is not enough, they hold less, and defer what is left."""
-    fitted = _with_less_deferred(sized, options, limit)
-    if _total(sized, fitted) <= limit:
-        return fitted
-    smaller = _holding_less(sized, fitted, limit)
-    if smaller is None:
-        return None
-    again = [each._replace(deferred=option.deferred) for each, option in zip(smaller, options, strict=True)]
-    return _with_less_deferred(sized, again, limit)
-
-
-def _with_less_deferred(sized: SizedProblem, options: Sequence[Option], limit: float) -> list[Option]:
-    """Returns the options with as much deferred as there is memory for, at most as much as they have."""
-    most = max(option.deferred for option in options)
-    less = bisect_left(range(most), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
-    return _deferring(options, less)
-
-
 def _holding_less(sized: SizedProblem, options: list[Option], limit: float) -> list[Option] | None:
-    """Has those stages recompute that save most by it, then lowers depths; the latter alone if recompute is spared."""
-    if any(option.spares_recompute for option in options):
+    """Fits the stages of a rank: those that save most by it recompute, then depths are lowered; or depths alone."""
+    if _total(sized, options) > limit and any(option.spares_recompute for option in options):
         shallow = _with_less_in_flight(sized, options, limit)
         if shallow is not None:
             return shallow
@@ -189,11 +164,6 @@ def _with_less_in_flight(sized: SizedProblem, options: list[Option], limit: floa
         more = [*fitted[:k], *_lowered([option], depth + 1), *fitted[k + 1 :]]
         fitted = more if _total(sized, more) <= limit else fitted
     return fitted
-
-
-def _deferring(options: Sequence[Option], less: int) -> list[Option]:
-    """Returns the options with so much less deferred; with nothing left, backward is not split."""
-    return [o._replace(deferred=max(o.deferred - less, 0)) if less else o for o in options]
 
 
 def _lowered(options: Iterable[Option], depth: int) -> list[Option]:

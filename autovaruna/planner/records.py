@@ -48,8 +48,6 @@ class StagePlan:
         optimizer_seconds: predicted optimizer step over the stage's parameters, on a rank of speed 1.
         parameter_bytes: of the parameters that the stage uses.
         speeds: relative speed of each replica; empty: all 1.
-        deferred: most backwards on one replica whose weight gradients are not yet computed; 0: backward is not split.
-        input_seconds, weight_seconds: predicted, of the two parts of a split backward; 0 if it is not.
     """
 
     blocks: tuple[int, ...]
@@ -65,9 +63,6 @@ class StagePlan:
     optimizer_seconds: float = 0.0
     parameter_bytes: float = 0.0
     speeds: tuple[float, ...] = ()
-    deferred: int = 0
-    input_seconds: float = 0.0
-    weight_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +70,7 @@ class BlockBytes:
     """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples.
 
     `process_bytes` and `fragmentation` are those of the `Cluster` that the plan was made for, `work_of_all` and
-    `work_of_largest` those of the `OptimizerCost`. `deferred_bytes` is what each block keeps for weight gradients that
-    are computed apart.
+    `work_of_largest` those of the `OptimizerCost`.
     """
 
     micro_batch_size: Count
@@ -86,7 +80,6 @@ class BlockBytes:
     fragmentation: Amount = 1.0
     work_of_all: Amount = 0.0
     work_of_largest: Amount = 0.0
-    deferred_bytes: tuple[Amount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +188,7 @@ def predicted_seconds(plan: Plan) -> dict[int, float]:
     """Returns what the stages of each rank compute in a step, in seconds, by rank."""
     seconds = dict.fromkeys(range(plan.num_ranks), 0.0)
     for stage in plan.stages:
-        backward = stage.input_seconds + stage.weight_seconds if stage.deferred else stage.backward_seconds
-        each = stage.forward_seconds + stage.recompute_seconds + backward
+        each = stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds
         for place, rank in enumerate(stage.ranks):
             count = len(range(place, plan.num_micro_batches, len(stage.ranks)))
             seconds[rank] += count * each / (stage.speeds[place] if stage.speeds else 1.0)

@@ -22,7 +22,6 @@ from autovaruna.planner.candidate import DEEPEST
 from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import (
     FEW_RANKS,
-    SPLIT_SCHEDULE,
     Problem,
     forced_stages,
     micro_batch_range,
@@ -149,8 +148,6 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
     schedules = ["1f1b"]
     if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
         schedules.append("varuna")
-    if num_stages > 1 and problem.may_split:
-        schedules.append(SPLIT_SCHEDULE)
     pairs = [(depth, schedule) for schedule in schedules for depth in depths]
     return pairs + ([("textbook", "gpipe")] if num_stages > 1 and not constraints.in_flight else [])
 

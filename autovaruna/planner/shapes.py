@@ -85,11 +85,10 @@ def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
 def even_seconds(planner: Planner, grid: Grid) -> float:
     """Returns seconds that hardly any cuts of a grid take less than: those of even stages, with all memory."""
     sized = planner.sized(grid.num_micro_batches)
-    work, urgent = float(sized.step_seconds.sum()), float(sized.urgent_seconds.sum())
+    work = float(sized.step_seconds.sum())
     part = max(work / grid.num_stages, float(sized.step_seconds.max()))
-    fill = (work - part) * (urgent / work if work else 1.0)
     share = share_of(grid.num_micro_batches, grid.num_replicas, 0)
-    return (share * part + fill) / max(planner.problem.cluster.speeds)
+    return (share * part + work - part) / max(planner.problem.cluster.speeds)
 
 
 def groups_of(planner: Planner) -> Iterator[tuple[float, Ranks, int]]:

@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class StageBytes(Generic[Bytes]):
-    """The peak of a stage as its in-flight depth asks for it, and what it defers.
+    """The peak of a stage as its in-flight depth asks for it.
 
     Attributes:
         once: there as long as micro-batches run, at any depth.
@@ -29,7 +29,6 @@ class StageBytes(Generic[Bytes]):
         first: in place of `once` in the first backward of a step, which gradients come with.
         running: the part of `once` that is there while the stage runs alone.
         gradients: the part of `once` that comes with the first backward.
-        each_deferred: on top for each micro-batch whose weight gradients are deferred.
     """
 
     once: Bytes
@@ -38,53 +37,39 @@ class StageBytes(Generic[Bytes]):
     first: Bytes
     running: Bytes
     gradients: Bytes
-    each_deferred: Bytes
 
     @property
     def waiting(self) -> Bytes:
         """The part of `once` that is there before the first backward, while others run."""
         return self.once - self.running - self.gradients
 
-    def at(self, in_flight: float, share: float = math.inf, deferred: float = 0) -> Bytes:
+    def at(self, in_flight: float, share: float = math.inf) -> Bytes:
         """Returns the peak over the whole step.
 
         Args:
             in_flight: forwards not yet backwarded, at most.
             share: micro-batches of the replica. If all of them are in flight before the first backward, one less is
                 there when all gradients are.
-            deferred: backwards whose weight gradients are not yet computed, at most; none before the first backward.
         """
         first, later = self.first + self.each * in_flight, self.least
         if in_flight < share:
-            later = self.once + self._held(in_flight, share, deferred)
-        elif in_flight > 1 or deferred:
-            later = self.once + self._held(in_flight - 1, share, deferred)
+            later = self.once + self.each * in_flight
+        elif in_flight > 1:
+            later = self.once + self.each * (in_flight - 1)
         return _greatest(first, later, self.least)
 
-    def _held(self, in_flight: float, share: float, deferred: float) -> Bytes:
-        """Returns the most that micro-batches hold: those that are deferred are in flight no longer."""
-        if not deferred:
-            return self.each * in_flight
-        most_deferred, rest = min(deferred, share), max(share - in_flight, 0.0)
-        return _greatest(
-            self.each * in_flight + self.each_deferred * min(deferred, rest),
-            self.each * min(in_flight, share - most_deferred) + self.each_deferred * most_deferred,
-        )
-
-    def beside_others(self, in_flight: float, share: float = math.inf, deferred: float = 0) -> Bytes:
+    def beside_others(self, in_flight: float, share: float = math.inf) -> Bytes:
         """Returns the peak while other stages of the rank run, in the optimizer's step at the latest."""
         idle = self.once - self.running
         if in_flight >= share:
-            later = idle + self._held(in_flight - 1, share, deferred)
+            later = idle + self.each * (in_flight - 1)
             return _greatest(idle + self.each * in_flight - self.gradients, later, self.least)
-        return _greatest(idle + self._held(in_flight, share, deferred), self.least)
+        return _greatest(idle + self.each * in_flight, self.least)
 
-    def peak(
-        self: StageBytes[float], in_flight: float, share: float, process_bytes: float, deferred: float = 0
-    ) -> Peak:
+    def peak(self: StageBytes[float], in_flight: float, share: float, process_bytes: float) -> Peak:
         """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
-        peak = float(self.at(in_flight, share, deferred))
-        return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
+        peak = float(self.at(in_flight, share))
+        return Peak(peak, peak - float(self.beside_others(in_flight, share)) + process_bytes)
 
 
 def _greatest(*parts: Bytes) -> Bytes:
@@ -95,7 +80,7 @@ def _greatest(*parts: Bytes) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Holdings(Generic[Bytes]):
-    """What a stage holds, in bytes; the last ten are for one micro-batch.
+    """What a stage holds, in bytes; the last nine are for one micro-batch.
 
     Attributes:
         parameters: of all parameters it uses; `trained` of those that get a gradient, `largest` of the largest of them.
@@ -108,7 +93,6 @@ class Holdings(Generic[Bytes]):
         saved: what forward keeps for backward.
         work: what forward and backward need on top of all that is saved. While a block runs backward, what later ones
             saved is gone: so a block at the front needs the less.
-        deferred: what is kept for weight gradients that are computed apart from backward.
         work_of_first: what the first backward of a step needs, with the gradients that it makes, on top of all that is
             saved: while a block runs, later ones have made theirs, and what they saved is gone.
     """
@@ -126,7 +110,6 @@ class Holdings(Generic[Bytes]):
     gradients_sent: Bytes = 0.0  # type: ignore[assignment]
     saved: Bytes = 0.0  # type: ignore[assignment]
     work: Bytes = 0.0  # type: ignore[assignment]
-    deferred: Bytes = 0.0  # type: ignore[assignment]
     work_of_first: Bytes = math.inf  # type: ignore[assignment]
 
 
@@ -141,7 +124,7 @@ class HoldingsOfRanges:
 
     def __init__(self, tables: RangeTables, costs: Costs) -> None:
         self.tables, self.size = tables, math.ceil(costs.micro_batch_size)
-        self._saved, self._deferred = tables.prefix(costs.saved_bytes), tables.prefix(costs.deferred_bytes)
+        self._saved = tables.prefix(costs.saved_bytes)
         self._work = _work_of_blocks(tables, costs, np.zeros_like(costs.work_bytes))
         self._work_of_first = _work_of_blocks(tables, costs, tables.gradient_bytes)
 
@@ -164,7 +147,6 @@ class HoldingsOfRanges:
             **{name: getattr(tables, name).at(size, where) for name in names},
             saved=np.maximum(self._saved[j] - self._saved[i], 0.0),
             work=np.maximum(greatest(at_peak) - ends[j], 0.0),
-            deferred=np.maximum(self._deferred[j] - self._deferred[i], 0.0),
             work_of_first=np.maximum(greatest(at_first_peak) - ends_of_first[j], 0.0),
         )
 
@@ -255,18 +237,17 @@ class MemoryModel:
 
     def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, num_replicas: int = 0) -> StageBytes[Bytes]:
         """Returns the peak on one of some replicas (0: not known), for any number of forwards not yet backwarded."""
-        each, messages, running, updating, deferred = (
+        each, messages, running, updating = (
             part * self.fragmentation
             for part in (
                 self.per_micro_batch(held, needs_recompute),
                 self.messages(held),
                 self.running(held, needs_recompute),
                 self.updating(held, num_replicas),
-                held.deferred,
             )
         )
         gradients = self.gradients(held)
         lasting = self.lasting(held, num_replicas)
         once = lasting + (gradients + messages + running)
         first, least = once + self.before_gradients(held), lasting + (gradients + updating)
-        return StageBytes(once, each, least, first, running, gradients, deferred)
+        return StageBytes(once, each, least, first, running, gradients)

@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autovaruna._torch import FakeTensor, TorchDispatchMode, is_profiler_enabled, pytree, storage_of
 from autovaruna.config.files import Whole
-from autovaruna.graph.pieces import Deferred
 from autovaruna.profiler.work import Work
 
 _alone = Lock()  # the profiler is one for the process
@@ -137,33 +136,6 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
         if work.needs_gradient:
             work.backward(outputs)
         return Bytes(inside, values, tuple(made.values()), forward_work, max(0, meter.restart() - kept))
-
-
-def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
-    """Runs a split backward of `work`; returns the bytes kept till its weight gradients are computed, and these.
-
-    What came in is counted too, since a stage may begin here; so blocks that keep the same count it more than once.
-    """
-    weights = {id(weight) for weight in work.weights}
-    arguments = [  # copies, which live only as long as something keeps them
-        each.detach().clone().requires_grad_(each.requires_grad)
-        if isinstance(each, Tensor) and id(each) not in weights
-        else each
-        for each in work.arguments
-    ]
-    seen: dict[int, tuple[Callable[[], bool], int]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen[storage_of(tensor)] = _gone(tensor), _num_bytes(tensor)
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        deferred = work.run_split(arguments)
-    del arguments
-    known = {storage_of(weight) for weight in work.weights} | _casts(work).keys()
-    kept = {storage: num_bytes for storage, (is_gone, num_bytes) in seen.items() if not is_gone()}
-    kept |= {storage_of(gradient): _num_bytes(gradient) for gradient in deferred.gradients}
-    return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known), deferred
 
 
 def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:

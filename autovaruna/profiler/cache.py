@@ -109,7 +109,7 @@ class ProfileCache:
         return self.directory / f"{key[0]}-{key[1]}.json"
 
 
-def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:
+def environment(device: torch.device, num_sharing: int = 1) -> dict[str, Any]:
     """Returns what measured costs are valid for."""
     found: dict[str, Any] = {
         "device": device_name(device),
@@ -117,7 +117,6 @@ def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = Tr
         "torch": torch.__version__,
         "method": _method(),
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "splits": splits,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if device.type != "cuda":
@@ -147,14 +146,12 @@ def _method() -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
-def cache_of(
-    settings: Settings, device: torch.device, num_sharing: int = 1, *, splits: bool = True
-) -> ProfileCache | None:
+def cache_of(settings: Settings, device: torch.device, num_sharing: int = 1) -> ProfileCache | None:
     """Returns where measured costs are kept, if the settings want that; arguments as in `environment`."""
     directory = _directory(settings)
     if directory is None:
         return None
-    return ProfileCache(directory, environment(device, num_sharing, splits=splits), settings.profile_iterations)
+    return ProfileCache(directory, environment(device, num_sharing), settings.profile_iterations)
 
 
 def _directory(settings: Settings) -> Path | None:

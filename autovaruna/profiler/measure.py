@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.config.files import Amount, Whole
+from autovaruna.config.files import Amount
 from autovaruna.errors import MeasureError
 from autovaruna.graph.opaque.run import profiling_mode
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.source_lines import failed_at, first_line
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
+from autovaruna.profiler.bytes import Bytes, count_bytes
 from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.profiler.work import (
     MeasuredPart,
@@ -40,7 +40,6 @@ from autovaruna.profiler.work import (
     layer_parts,
     make_work,
     repeated_part,
-    smallest_split,
 )
 
 _LOOKS = 20
@@ -154,58 +153,6 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
     return _samples(empty_work(num_values, device), 9, 1.0, device, 1)
 
 
-def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
-    """Times the weight gradients that a split backward leaves for later."""
-    now, ends = own_clock(device), perf_counter() + allowance_seconds
-    deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
-    samples: list[float] = []
-    repeats = 1
-    while _goes_on(samples, iterations, ends):
-        begin = now()
-        for _ in range(repeats):
-            for each in deferred:
-                each.compute(work.weights, is_last=False)
-        seconds = (now() - begin) / repeats / len(deferred)
-        enough = min(math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred)), _MOST_REPEATS)
-        if repeats < enough:
-            repeats = enough
-        else:
-            samples.append(seconds)
-    return _without(median_low(samples), call_seconds(1, device)[1])
-
-
-def time_splitting(
-    work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
-) -> float:
-    """Returns the seconds that forward, backward and weight gradients take more if the last two are apart.
-
-    Memory that is used late is in no cache, so this is more than the splitting itself takes.
-    """
-    in_flight, now, ends = _in_flight(kept_bytes), own_clock(device), perf_counter() + allowance_seconds
-    added: list[float] = []
-    while _goes_on(added, iterations, ends):
-        together = sum(_sample(work, in_flight, now))
-        begin = now()
-        runs = deque(work.split_forward(work.arguments) for _ in range(in_flight))
-        left = []
-        while runs:
-            outputs, deferred = runs.popleft()
-            work.backward(outputs)
-            left.append(deferred)
-            del outputs
-        for deferred in left:
-            deferred.compute(work.weights)
-        added.append((now() - begin) / in_flight - together)
-    return max(0.0, median_low(added))
-
-
-@lru_cache(maxsize=4)
-def split_seconds(device: torch.device) -> float:
-    """Returns what splitting the backward of one operation adds to its forward and backward, weight gradients apart."""
-    work = smallest_split(device)
-    return max(0.0, min(time_splitting(work, 100, 0.05, device) for _ in range(3)) - call_seconds(1, device)[1])
-
-
 def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:
     now, ends = own_clock(device), perf_counter() + allowance_seconds
     first = _sample(work, 1, now)
@@ -237,24 +184,20 @@ Key = tuple[str, int]  # signature of a part, and samples in the micro-batch
 
 @dataclass(frozen=True)
 class PartCost:
-    """What was measured of one part; a `BlockCost` has the same. Of a layer, neither weights nor what they keep is."""
+    """What was measured of one part."""
 
     forward_seconds: Amount
     backward_seconds: Amount
     num_bytes: Bytes
-    weight_seconds: Amount = 0.0
-    split_seconds: Amount = 0.0
-    deferred_bytes: Whole = 0
 
     @property
-    def seconds(self) -> tuple[float, float, float, float]:
-        """What takes time: forward, backward, weight gradients, splitting."""
-        return self.forward_seconds, self.backward_seconds, self.weight_seconds, self.split_seconds
+    def seconds(self) -> Seconds:
+        """What takes time."""
+        return self.forward_seconds, self.backward_seconds
 
-    def with_seconds(self, seconds: Iterable[float]) -> PartCost:
+    def with_seconds(self, forward: float, backward: float) -> PartCost:
         """Returns the cost with other seconds."""
-        forward, backward, weights, split = seconds
-        return PartCost(forward, backward, self.num_bytes, weights, split, self.deferred_bytes)
+        return PartCost(forward, backward, self.num_bytes)
 
     def fits(self, part: MeasuredPart) -> bool:
         """Whether a part has all values and outputs that this refers to."""
@@ -271,7 +214,6 @@ def measure(
     *,
     iterations: int = 5,
     budget_seconds: float = 10.0,
-    splits: bool = True,
     share: tuple[int, int] = (0, 1),
     known: Collection[Key] = (),
     inputs: Sequence[Tensor] = (),
@@ -283,7 +225,6 @@ def measure(
 
     Args:
         budget_seconds: Time after which each part is sampled once only.
-        splits: Whether weight gradients are measured apart, too.
         share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
         known: Parts that are not measured; the same on all ranks.
         inputs: Tensors of a call in the order of ``traced.call.inputs``; without them integers are zeros.
@@ -298,7 +239,7 @@ def measure(
     with untouched_generator(device), without_autocast(), profiling_mode():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
-            costs[part.signature, size] = measure_one(part, kinds, size, iterations, allowance, splits)
+            costs[part.signature, size] = measure_one(part, kinds, size, iterations, allowance)
             if on_progress is not None:
                 on_progress(done + 1, len(jobs))
     return costs
@@ -325,7 +266,7 @@ def settle(costs: Sequence[PartCost]) -> PartCost:
     def undisturbed(seconds: Sequence[float]) -> float:
         return fmean(each for each in seconds if each <= _NOISE * min(seconds))
 
-    return costs[0].with_seconds(map(undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
+    return costs[0].with_seconds(*map(undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
 
 
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[MeasuredPart, int]]:
@@ -337,14 +278,12 @@ def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[MeasuredPart,
     ]
 
 
-def measure_one(
-    part: MeasuredPart, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
-) -> PartCost:
+def measure_one(part: MeasuredPart, kinds: Sequence[Samples], size: int, iterations: int, allowance: float) -> PartCost:
     """Measures a part on the first of several kinds of numbers that it takes."""
     first: Exception | None = None
     for samples in sorted(kinds, key=lambda each: part.code.takes_shares and each.numbers is not Numbers.SHARE):
         try:
-            return _measure_on(part, samples, size, iterations, allowance, splits)
+            return _measure_on(part, samples, size, iterations, allowance)
         except Exception as error:
             first = first or error
     assert first is not None
@@ -358,24 +297,14 @@ def measure_one(
     ) from first
 
 
-def _measure_on(
-    part: MeasuredPart, samples: Samples, size: int, iterations: int, allowance: float, splits: bool
-) -> PartCost:
+def _measure_on(part: MeasuredPart, samples: Samples, size: int, iterations: int, allowance: float) -> PartCost:
     started = perf_counter()
     device = samples.device
     work = make_work(part, samples, size)
     num_bytes = count_bytes(work, device)
     left = allowance - (perf_counter() - started)
     kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
-    seconds = time_work(work, iterations, left, device, kept_bytes)
-    if work.split is None or not splits:
-        return PartCost(*seconds, num_bytes)
-    left = allowance - (perf_counter() - started)
-    if len(part.blocks) > 1:
-        return PartCost(*seconds, num_bytes, split_seconds=time_splitting(work, iterations, left, device, kept_bytes))
-    weights = time_weights(work, iterations, left, device)
-    added = work.split.num_operations * split_seconds(device)
-    return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work)[0])
+    return PartCost(*time_work(work, iterations, left, device, kept_bytes), num_bytes)
 
 
 def to_profile(
@@ -405,18 +334,12 @@ def device_name(device: torch.device) -> str:
 def _block_costs(
     traced: TracedModel, blocks: Sequence[MeasuredPart], layers: Sequence[MeasuredPart], costs: Mapping[str, PartCost]
 ) -> tuple[BlockCost, ...]:
-    own = [costs[part.signature] for part in blocks]
-    forward, backward, added = (_seconds(kind, blocks, layers, costs) for kind in (0, 1, 3))
+    forward, backward = (_seconds(kind, blocks, layers, costs) for kind in (0, 1))
     if traced.repeated and blocks:
         first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
         forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
-    saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
-    weights = [  # measured apart, they may come out as more than the whole backward
-        min(cost.weight_seconds / cost.backward_seconds, 1.0) * seconds if cost.backward_seconds > 0 else 0.0
-        for cost, seconds in zip(own, backward, strict=True)
-    ]
-    columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
-    return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
+    saved, work = _bytes(traced, blocks, [costs[part.signature].num_bytes for part in blocks])
+    return tuple(BlockCost(*cost) for cost in zip(forward, backward, saved, work, strict=True))
 
 
 def _seconds(

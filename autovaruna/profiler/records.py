@@ -14,17 +14,13 @@ class BlockCost:
     """The cost of one block for one micro-batch, on one rank.
 
     `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
-    while it runs. Of the backward, `weight_seconds` can be left for later; that adds `split_seconds`, and keeps
-    `deferred_bytes` until then.
+    while it runs.
     """
 
     forward_seconds: Amount
     backward_seconds: Amount
     saved_bytes: Amount
     work_bytes: Amount
-    weight_seconds: Amount = 0.0
-    split_seconds: Amount = 0.0
-    deferred_bytes: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)

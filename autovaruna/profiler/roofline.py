@@ -41,7 +41,7 @@ from autovaruna.graph.operators import changed_by
 from autovaruna.graph.pieces import Argument, ArgumentSource
 from autovaruna.graph.source_lines import failed_at, first_line
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
+from autovaruna.profiler.bytes import count_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile
 from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile
 from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, distinct, make_work, repeated_part
@@ -336,13 +336,7 @@ def _predict_one(part: MeasuredPart, samples: Samples, size: int, device: Device
             with Meter(device) as backward:
                 if work.needs_gradient:
                     work.backward(outputs)
-            if work.split is None:
-                return PartCost(forward.seconds, backward.seconds, num_bytes)
-            deferred_bytes, deferred = count_deferred_bytes(work)
-            with Meter(device) as weights:
-                deferred.compute(work.weights)
-        added = work.split.num_operations * device.operation_seconds
-        return PartCost(forward.seconds, backward.seconds, num_bytes, weights.seconds, added, deferred_bytes)
+        return PartCost(forward.seconds, backward.seconds, num_bytes)
     except Exception as error:
         where = failed_at(error, samples.traced.nodes)
         raise MeasureError(

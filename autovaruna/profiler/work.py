@@ -22,16 +22,7 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.operators import EMPTY, name_of
-from autovaruna.graph.pieces import (
-    Argument,
-    ArgumentSource,
-    Deferred,
-    Piece,
-    SplitPiece,
-    direct,
-    extract,
-    split_backward,
-)
+from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, extract
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.records import Block
@@ -48,12 +39,11 @@ _SCALE = 0.05
 
 @dataclass(frozen=True)
 class Code:
-    """What runs a part; `split` leaves weight gradients for later (None: there are none), shares are from 0 to 1."""
+    """What runs a part; shares are from 0 to 1."""
 
     run: Callable[..., Any]
     arguments: tuple[Argument, ...]
     needs_gradient: bool
-    split: SplitPiece | None
     takes_shares: bool
 
 
@@ -68,8 +58,7 @@ def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str])
     called = [target for node in graph.nodes for target in (node.target, *node.args)]  # `draw` takes what it calls
     takes_shares = any(isinstance(each, OpOverload) and each.overloadpacket in _OF_SHARES for each in called)
     needs_gradient = any(traced.facts[name].needs_gradient for name in outputs)
-    split = split_backward(piece) if needs_gradient else None
-    return Code(direct(piece.module), piece.arguments, needs_gradient, split, takes_shares)
+    return Code(direct(piece.module), piece.arguments, needs_gradient, takes_shares)
 
 
 @dataclass(frozen=True)
@@ -326,8 +315,6 @@ class Work:
     needs_gradient: bool
     gradients: list[Tensor] = field(default_factory=list)
     is_cast: bool = False
-    split: SplitPiece | None = None
-    weights: tuple[Tensor, ...] = ()
 
     def forward(self) -> Outputs:
         with torch.set_grad_enabled(self.needs_gradient):
@@ -342,36 +329,20 @@ class Work:
         for value in self.values:
             value.grad = None
 
-    def split_forward(self, arguments: Sequence[Any]) -> tuple[Outputs, Deferred]:
-        """Runs forward; its `backward` leaves weight gradients for later."""
-        assert self.split is not None and self.needs_gradient, "only what can be split is"
-        deferred = Deferred()
-        with torch.enable_grad():
-            return self.split.run(deferred, *arguments), deferred
-
-    def run_split(self, arguments: Sequence[Any]) -> Deferred:
-        """Runs forward, and the backward that leaves weight gradients for later; returns what is left."""
-        outputs, deferred = self.split_forward(arguments)
-        self.backward(outputs)
-        return deferred
-
 
 def make_work(part: MeasuredPart, samples: Samples, batch_size: int) -> Work:
     """Returns a part as work on `batch_size` samples."""
     traced = part.traced
     code = part.code
     arguments = tuple(samples.argument(argument, batch_size) for argument in code.arguments)
-    at = dict(zip(code.arguments, arguments, strict=True))
-    values = {argument.name: tensor for argument, tensor in at.items() if argument.source is ArgumentSource.VALUE}
-    split = code.split
+    given = zip(code.arguments, arguments, strict=True)
+    values = {argument.name: tensor for argument, tensor in given if argument.source is ArgumentSource.VALUE}
     return Work(
         code.run,
         arguments,
         tuple(values[name] for name in part.values),
         code.needs_gradient,
         is_cast=any(precision_of(traced.nodes[name]) for name in part.nodes),
-        split=split,
-        weights=tuple(at[argument] for argument in split.weights) if split else (),
     )
 
 
@@ -382,16 +353,3 @@ def empty_work(num_values: int, device: torch.device) -> Work:
     graph.output(tuple(placeholders))
     values = tuple(torch.zeros(1, device=device, requires_grad=True) for _ in range(num_values))
     return Work(direct(fx.GraphModule({}, graph)), values, values, True)
-
-
-def smallest_split(device: torch.device) -> Work:
-    """Returns the product of two numbers as work whose backward can be split: what splitting one operation costs."""
-    graph = fx.Graph()
-    placeholders = [graph.placeholder(name) for name in ("value", "weight")]
-    graph.output((graph.call_function(torch.ops.aten.mm.default, tuple(placeholders)),))
-    given = (Argument(ArgumentSource.VALUE, "value"), Argument(ArgumentSource.PARAMETER, "weight", 0))
-    piece = Piece(fx.GraphModule({}, graph), given, ("product",))
-    value, weight = (torch.zeros(1, 1, device=device, requires_grad=True) for _ in range(2))
-    weight.grad = torch.zeros_like(weight)
-    split, run = split_backward(piece), direct(piece.module)
-    return Work(run, (value, weight), (value,), True, split=split, weights=(weight,))

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from autovaruna.config.settings import Settings
-from autovaruna.errors import InputError, PlanError
+from autovaruna.errors import InputError
 from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Constant, HidingLeaf, Undelivered
 from autovaruna.planner.prediction import RankOrders
-from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
 from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import GlobalBatch
@@ -68,9 +67,6 @@ class Engine:
         of_model: says in errors which model this is, behind other words.
         step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
         witness: looks at some steps; None: that is turned off.
-
-    Raises:
-        PlanError: stages are to be compiled, and the plan splits their backward.
     """
 
     state: OwnedState
@@ -93,8 +89,6 @@ class Engine:
 
     def __post_init__(self) -> None:
         settings, world, device = self.settings, self.world, self.device
-        if _stages_with(Kind.WEIGHT, self.orders.planned) and settings.compile_stages is not False:
-            raise PlanError(SPLIT_REFUSAL)
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
         self._known: dict[str, _KnownGraph] = {}
@@ -233,7 +227,6 @@ class Engine:
             book=book,
             instructions=schedule[rank],
             recomputing=_stages_with(Kind.RECOMPUTE, schedule),
-            splitting=_stages_with(Kind.WEIGHT, schedule),
             is_sum=self.settings.reduction == "sum",
             is_half=any(isinstance(each, Tensor) and each.dtype is torch.float16 for each in values),
         )

@@ -3,7 +3,6 @@
 forward     waits for inputs and activations, runs the stage, starts to send what it returns
 recompute   runs the forward again, from what the stage received and the state that it found
 backward    waits for gradients, runs backward, starts to send the gradients of what the stage received
-weights     computes the weight gradients that the backward has left for later
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from autovaruna.graph.call import InputSpec
 from autovaruna.graph.export.watchers import call_hooks
 from autovaruna.graph.key_values import kept_of
 from autovaruna.graph.opaque.run import saving_nothing
-from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
@@ -55,7 +53,6 @@ class InFlight:
         gradients: those of what it has received.
         before: state that the forward found and changed.
         stash: what it has received, if it runs forward again.
-        deferred: weight gradients that the backward leaves for later.
     """
 
     tensors: Mapping[str, Tensor]
@@ -63,7 +60,6 @@ class InFlight:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     before: Mapping[str, Tensor] = field(default_factory=dict)
     stash: Stash | None = None
-    deferred: Deferred | None = None
 
 
 class Stash:
@@ -175,8 +171,7 @@ class Executor:
         own = program.batch.owned_by(rank.world.rank)
         self._samples = OwnSamples(call.inputs, program.traced.batch_inputs, own)
         self._state = ChangedState(program.traced, len(program.batch.micro_batches))
-        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as what follows
-        self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch
         self._output_gradient: OutputGradient = no_gradient
         self._task: Task | None = None
         self.observation = None if rank.witness is None else rank.witness.begin(call)
@@ -284,17 +279,12 @@ class Executor:
             del self._in_flight[place]
         if roots:
             go_backward(roots, gradients, retains_graph)
-        if state.deferred is not None:
-            self._deferred[place] = state.deferred
         for kind, names in task.sends:
             self._mail.send(list(map(state.gradients.get, names)), kind)
         for name, holder in self._program.split.input_gradients.items():
             if holder == stage.index:
                 self.input_gradients[name, task.part.index] = state.gradients.get(name)
         state.gradients.clear()
-
-    def _weights(self, stage: StageModule, task: Task) -> None:
-        stage.compute_weights(self._deferred.pop((stage.index, task.part.index)))
 
     def _run_stage(self, stage: StageModule, part: MicroBatch, state: InFlight, keeps_graph: bool) -> dict[str, Tensor]:
         call, lengths = self._call, self._program.lengths
@@ -304,10 +294,8 @@ class Executor:
             tensors = {**tensors, **call.of_batch.get(part.weight, NOTHING)}
         if call.needs_gradient and not keeps_graph:
             with saving_nothing():
-                return stage.run(tensors, part.size, stream, None, lengths)
-        if keeps_graph and stage.index in self._program.graph.splitting:
-            state.deferred = Deferred()
-        return stage.run(tensors, part.size, stream, state.deferred, lengths)
+                return stage.run(tensors, part.size, stream, lengths)
+        return stage.run(tensors, part.size, stream, lengths)
 
     def _leaves(self, stage: StageModule, state: InFlight) -> Mapping[str, Tensor]:
         """Turns what the stage received into leaves, whose gradients come to lie in `state`."""
@@ -355,7 +343,6 @@ _METHODS: dict[Kind, Callable[[Executor, StageModule, Task], None]] = {
     Kind.FORWARD: Executor._forward,
     Kind.RECOMPUTE: Executor._recompute,
     Kind.BACKWARD: Executor._backward,
-    Kind.WEIGHT: Executor._weights,
 }
 
 

@@ -30,7 +30,7 @@ class BoundGraph:
     Attributes:
         book: sums the gradients of the stages.
         instructions: this rank's, in the order of its schedule.
-        recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
+        recomputing: the stages that run forward again.
         is_sum: whether the losses of micro-batches are added.
         is_half: whether some gradients are float16.
     """
@@ -42,7 +42,6 @@ class BoundGraph:
     book: GradientBook
     instructions: Sequence[Instruction]
     recomputing: frozenset[int]
-    splitting: frozenset[int]
     is_sum: bool
     is_half: bool
 
@@ -120,7 +119,7 @@ class Program:
         if known is None:
             full = self.batch.micro_batches
             chosen = [each for each in self.graph.instructions if each.kind in kinds and each.micro_batch in full]
-            last = {each.stage: each for each in chosen if each.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+            last = {each.stage: each for each in chosen if each.kind is Kind.BACKWARD}
             known = [self._task(each, root_names, last.get(each.stage) is each) for each in chosen]
             self._tasks[kinds, root_names] = known
         return known

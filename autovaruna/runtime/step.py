@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autovaruna.errors import InputError, OrderError
+from autovaruna.errors import InputError
 from autovaruna.graph.key_values import Kept, KeptTensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import opaque_module_of
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 _ALL = tuple(Kind)
 _FORWARDS = (Kind.FORWARD,)
-_BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
+_BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD
 _OF_OWN_SAMPLES = (
     "the loss is made outside of the model, by each rank of its own samples, as in DistributedDataParallel: right for "
     "a mean over samples. One that sums over samples (with reduction='sum') or compares them belongs in forward"
@@ -337,11 +337,6 @@ class SplitStep(Step):
     def _go_backward(self, zeros: Sequence[Tensor], gradients: Gradients, retains_graph: bool) -> Gradients:
         """Runs all backwards for the gradients of this rank's outputs."""
         rank, backwards = self._rank, self._backwards
-        if retains_graph and self._program.graph.splitting:
-            raise OrderError(
-                "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
-                "another one. Expected one backward, of the sum of all losses; or another schedule."
-            )
         self._is_summed = rank.asks_for_sums()
         if rank.world.rank == 0 and not backwards.num:
             self._say_where_the_loss_is(gradients)

@@ -7,8 +7,7 @@ the least head and the least tail among them. For one stage a rank this is
     max_s [ sum_{j<s} (F_j + c_j) + M_s (F_s + B_s) + sum_{j<s} (B_j + c_j) ]
 
 with M_s the micro-batches of its busiest replica. A second bound counts the way down and up: no backward of a stage
-starts before its first micro-batch was at the last stage and back. Where weight gradients may be computed apart, only
-the rest of a backward is on these paths.
+starts before its first micro-batch was at the last stage and back.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from autovaruna.schedule.pipeline import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,
-    WEIGHT,
     Pipeline,
     StageTimes,
     exact,
@@ -62,7 +60,7 @@ class Bounds:
         for stage, times in enumerate(pipeline.stages):
             for replica in range(times.num_replicas):
                 each = paths.on(stage, replica)
-                backward = each.whole if pipeline.needs_gradients else 0.0
+                backward = each.backward if pipeline.needs_gradients else 0.0
                 work += pipeline.share(stage, replica) * (each.forward + each.recompute + backward)
         return work + (sum(pipeline.optimizer_seconds) if pipeline.needs_gradients else 0.0)
 
@@ -71,22 +69,17 @@ class Bounds:
         """For each rank, seconds that any schedule takes at least from its last instruction to the end."""
         paths, tails = self.paths, [math.inf] * self.pipeline.num_ranks
         for stage, times in enumerate(self.pipeline.stages):
-            tail = (paths.finishes if times.deferred else paths.tails)[stage]  # weight gradients may come last
             for rank in times.ranks:
-                tails[rank] = min(tails[rank], tail)
+                tails[rank] = min(tails[rank], paths.tails[stage])
         return [tail if tail < math.inf else 0.0 for tail in tails]
 
 
 class _Work(NamedTuple):
-    """The least seconds of one micro-batch on one replica: of `backward`, until its gradients leave.
-
-    `whole` is the backward with weight gradients.
-    """
+    """The least seconds of one micro-batch on one replica."""
 
     forward: float
     recompute: float
     backward: float
-    whole: float
 
 
 class _Paths:
@@ -95,8 +88,7 @@ class _Paths:
     Attributes:
         work: of each stage, on each distinct replica.
         heads: least seconds before the stage can start.
-        tails: least seconds after its last backward ends, without weight gradients where they may come apart.
-        finishes: least seconds after its last instruction ends.
+        tails: least seconds after its last instruction ends.
         round_trips: least seconds between a forward's end and its backward's start.
     """
 
@@ -110,13 +102,10 @@ class _Paths:
         self.backward = [min(each.backward for each in some) for some in self.work]
         self.heads = [0.0] * num_stages
         self.round_trips = [min(each.recompute for each in some) for some in self.work]
-        self.finishes = [0.0] * num_stages
         self.tails = [0.0] * num_stages
         if pipeline.needs_gradients:
             optimizers = [exact(seconds) for seconds in pipeline.optimizer_seconds]
-            self.finishes = [_finish_seconds(times, optimizers) for times in pipeline.stages]
-            apart = (min(each.whole - each.backward for each in some) for some in self.work)
-            self.tails = [each + finish for each, finish in zip(apart, self.finishes, strict=True)]
+            self.tails = [_finish_seconds(times, optimizers) for times in pipeline.stages]
         self._find(pipeline)
 
     def on(self, stage: int, replica: int) -> _Work:
@@ -143,12 +132,8 @@ class _Paths:
 
 def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
     seconds = work_seconds(pipeline, stage, replica)
-    backward = whole = seconds[BACKWARD]
-    if pipeline.stages[stage].deferred:
-        split = work_seconds(pipeline, stage, replica, is_split=True)
-        backward, whole = min(whole, split[BACKWARD]), min(whole, split[BACKWARD] + split[WEIGHT])
     has_to_recompute = pipeline.recomputes(stage) and not pipeline.is_last(stage)
-    return _Work(seconds[FORWARD], seconds[RECOMPUTE] if has_to_recompute else 0.0, backward, whole)
+    return _Work(seconds[FORWARD], seconds[RECOMPUTE] if has_to_recompute else 0.0, seconds[BACKWARD])
 
 
 def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
@@ -192,18 +177,15 @@ def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, .
 def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:
     """Returns the bound of a rank: over its stages from any one on, least head + work + least tail.
 
-    Once with the work that is done before the last backward, once with all of it. `mine` are its stages and replicas.
+    `mine` are its stages and replicas.
     """
-    best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")
+    best, work, tail = 0.0, 0.0, math.inf
     for stage, replica in sorted(mine, key=lambda each: -paths.heads[each[0]]):
         share, each = pipeline.share(stage, replica), paths.on(stage, replica)
-        part = whole = each.forward + each.recompute
-        if pipeline.needs_gradients:
-            part, whole = part + each.backward, whole + each.whole
+        seconds = each.forward + each.recompute + (each.backward if pipeline.needs_gradients else 0.0)
         if share:
-            before, tail = before + share * part, min(tail, paths.tails[stage])
-            work, finish = work + share * whole, min(finish, paths.finishes[stage])
-            best = max(best, paths.heads[stage] + max(before + tail, work + finish))
+            work, tail = work + share * seconds, min(tail, paths.tails[stage])
+            best = max(best, paths.heads[stage] + work + tail)
     return best
 
 

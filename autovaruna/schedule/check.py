@@ -2,10 +2,10 @@
 
 1. There is one row for each rank.
 2. It runs to its end, each instruction once. Where one may start is the simulator's to say (`Replica.refresh`): on the
-   rank of its stage and micro-batch, in the order of forward, recompute, backward and weight gradients, in ascending
-   order of micro-batches for each kind of a stage, so that sums of gradients have one order, and with no more held than
-   may be. No rank waits for ever then.
-3. A stage recomputes if the plan says so, or if each backward follows its forward, weight gradients aside.
+   rank of its stage and micro-batch, in the order of forward, recompute and backward, in ascending order of
+   micro-batches for each kind of a stage, so that sums of gradients have one order, and with no more held than may be.
+   No rank waits for ever then.
+3. A stage recomputes if the plan says so, or if each backward follows its forward.
 4. A replica has no more forwards not yet backwarded than its stage's in-flight depth.
 """
 
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Instruction, Pipeline, Schedule, grid
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Instruction, Pipeline, Schedule, grid
 from autovaruna.schedule.simulator import replay
 
 
@@ -41,7 +41,7 @@ def _broken(schedule: Schedule, pipeline: Pipeline) -> Iterator[tuple[str, int, 
     recomputing = {act.stage for row in schedule for act in row if act.kind is RECOMPUTE}
     held = Counter[tuple[int, int]]()
     for rank, row in enumerate(schedule):
-        before: Instruction | None = None  # what goes before, weight gradients aside
+        before: Instruction | None = None
         for position, act in enumerate(row):
             is_planned = pipeline.recomputes(act.stage)
             if act.kind is RECOMPUTE and not is_planned:
@@ -49,7 +49,7 @@ def _broken(schedule: Schedule, pipeline: Pipeline) -> Iterator[tuple[str, int, 
             forward = Instruction(act.stage, FORWARD, act.micro_batch)
             if act.kind is BACKWARD and is_planned and act.stage not in recomputing and before != forward:
                 yield f"rule 3: {act} has no recompute and does not directly follow its forward", rank, position
-            before = before if act.kind is WEIGHT else act
+            before = act
             held[rank, act.stage] += (act.kind is FORWARD) - (act.kind is BACKWARD)
             depth = pipeline.stages[act.stage].in_flight
             if pipeline.needs_gradients and held[rank, act.stage] > depth:

@@ -21,13 +21,12 @@ class Kind(str, Enum):
     FORWARD = "F"
     RECOMPUTE = "R"
     BACKWARD = "B"
-    WEIGHT = "W"
 
     __hash__ = str.__hash__
     """That of `Enum` is a function of Python's, and every instruction of a step is looked up by its kind."""
 
 
-FORWARD, RECOMPUTE, BACKWARD, WEIGHT = Kind
+FORWARD, RECOMPUTE, BACKWARD = Kind
 """Where each instruction of a step asks for them: as an attribute of an `Enum` they take ten times as long."""
 
 
@@ -107,9 +106,6 @@ class StageTimes:
         needs_recompute, recompute_seconds: whether backward is preceded by a recompute, and what that takes.
         reduce_seconds: gradient all-reduce after the last backward on all replicas; 0.0: none.
         speeds: relative speed of each replica (2.0 takes half the seconds); empty: all 1.0.
-        deferred: most backwards on one replica whose weight gradients are not yet computed, where a schedule splits
-            them off; 0: backward is never split.
-        input_seconds, weight_seconds: of the two parts of a split backward, without and with the weight gradients.
     """
 
     ranks: tuple[int, ...]
@@ -120,9 +116,6 @@ class StageTimes:
     recompute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     speeds: tuple[float, ...] = ()
-    deferred: int = 0
-    input_seconds: float = 0.0
-    weight_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(set(self.ranks)) == len(self.ranks) > 0, f"ranks of a stage must be distinct: {self.ranks}"
@@ -252,23 +245,19 @@ def seconds_of(link: LinkCost, num_bytes: float) -> tuple[float, float]:
     return exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second)
 
 
-def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> Mapping[Kind, float]:
+def work_seconds(pipeline: Pipeline, stage: int, replica: int) -> Mapping[Kind, float]:
     """Returns the seconds of each kind of instruction on one replica, executor overhead included."""
     times = pipeline.stages[stage]
-    backward = times.input_seconds if is_split else times.backward_seconds
-    each = times.forward_seconds, times.recompute_seconds, backward, times.weight_seconds
+    each = times.forward_seconds, times.recompute_seconds, times.backward_seconds
     return _by_kind(*each, times.speed(replica), pipeline.overhead_seconds)
 
 
 @lru_cache(maxsize=1 << 12)
-def _by_kind(
-    forward: float, recompute: float, backward: float, weight: float, speed: float, overhead: float
-) -> Mapping[Kind, float]:
+def _by_kind(forward: float, recompute: float, backward: float, speed: float, overhead: float) -> Mapping[Kind, float]:
     """Returns the seconds by kind; the pipelines of a search have the same few stages."""
     more = exact(overhead)
     return {
         Kind.FORWARD: exact(forward / speed) + more,
         Kind.RECOMPUTE: exact(recompute / speed) + more,
         Kind.BACKWARD: exact(backward / speed) + more,
-        Kind.WEIGHT: exact(weight / speed) + more,
     }

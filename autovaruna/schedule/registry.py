@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind, Pipeline, deepest_in_flight
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Kind, Pipeline, deepest_in_flight
 from autovaruna.schedule.replica import Replica
 
 Choice = tuple[Replica, Kind]
-_MAY = {FORWARD: "can_forward", RECOMPUTE: "can_recompute", BACKWARD: "can_backward", WEIGHT: "can_weight"}
+_MAY = {FORWARD: "can_forward", RECOMPUTE: "can_recompute", BACKWARD: "can_backward"}
 
 
 class Policy(ABC):
@@ -19,8 +19,7 @@ class Policy(ABC):
     A policy that never waits while something may run (*work-conserving*) cannot deadlock, for any placement and any
     depth of at least 1. Proof: take the smallest micro-batch m with something left to do. If a forward is left, the
     earliest such stage has its inputs, has forwarded all smaller micro-batches, and holds none in flight, since those
-    are done; so it may run. Otherwise the latest stage with a backward left has its gradients, and may run, unless so
-    many weight gradients are deferred that the first of them must come before; and that one may run.
+    are done; so it may run. Otherwise the latest stage with a backward left has its gradients, and may run.
     """
 
     name: str
@@ -45,13 +44,9 @@ class Policy(ABC):
         """Returns whether this policy runs a recompute before each backward of the stage."""
         return pipeline.recomputes(stage)
 
-    def splits(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether this policy computes the weight gradients of the stage apart from its backwards."""
-        return False
-
     def num_instructions(self, pipeline: Pipeline) -> int:
         stages = range(pipeline.num_stages)
-        backward = (1 + self.recomputes(pipeline, s) + self.splits(pipeline, s) for s in stages)
+        backward = (1 + self.recomputes(pipeline, s) for s in stages)
         return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))
 
     def explain(self) -> str:
@@ -184,35 +179,6 @@ class OneFOneB(Policy):
         return pipeline.recomputes(stage) and not (pipeline.is_last(stage) and pipeline.stages[stage].in_flight == 1)
 
 
-class ZeroBubble(OneFOneB):
-    """Runs as 1F1B, but computes gradients of weights apart from backward, when there is nothing else to do.
-
-        rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0W0 0B1 0W1 0B2 0W2 0B3 0W3
-        rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1W0 1B2 1W1 1B3 1W2 1W3
-        rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2W0 2B3 2W1 2W2 2W3
-
-    The stage before waits for the gradients of activations alone, so backwards follow each other sooner, and weight
-    gradients (W) fill what was bubble. Whatever is deferred holds memory; a stage that has deferred as many as the plan
-    allows computes the oldest before its next backward. With as many as 1F1B has in flight less, that is one more on
-    each later stage, the memory of the first stage is that of all (ZB-H1 in the paper); more hides slow links.
-
-    The paper (Qi et al., ICLR 2024) finds the order by search, and goes on to the next step before the optimizer's
-    checks are done. Here the order is greedy, which in equal stages without latency reaches the lower bound of a step,
-    and steps stay apart.
-    """
-
-    name = "zero_bubble"
-
-    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        for replica in replicas:
-            if replica.is_blocked and replica.has_gradient:
-                return replica, WEIGHT
-        return super().pick(replicas) or first(replicas, WEIGHT)
-
-    def splits(self, pipeline: Pipeline, stage: int) -> bool:
-        return pipeline.needs_gradients and pipeline.stages[stage].deferred > 0
-
-
 class Interleaved(Policy):
     """Takes as many micro-batches through a stage as there are ranks before any goes through the rank's next stage.
 
@@ -286,5 +252,5 @@ class DeepestFirst(Policy):
 
 
 POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (GPipe(), OneFOneB(), VarunaPolicy(), Interleaved(), DeepestFirst(), ZeroBubble())
+    policy.name: policy for policy in (GPipe(), OneFOneB(), VarunaPolicy(), Interleaved(), DeepestFirst())
 }

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind, Pipeline, seconds_of
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Kind, Pipeline, seconds_of
 
 
 class Inbox:
@@ -36,24 +36,19 @@ class Replica:
         index, stride: which of how many replicas of the stage; its k-th micro-batch is ``k * stride + index``.
         num_micro_batches, num_later: how many are its own, and how many stages follow its own.
         depth: most forwards not yet backwarded; `peak` the most there were.
-        is_split: whether weight gradients are computed apart from backward.
-        most_deferred: most backwards whose weight gradients are not yet computed, if so.
-        forwards, recomputes, backwards, weights: how many of each were started.
-        can_forward, can_recompute, can_backward, can_weight: whether the next one of each may start now; `can_start`:
-            any of them.
+        forwards, recomputes, backwards: how many of each were started.
+        can_forward, can_recompute, can_backward: whether the next one of each may start now; `can_start`: any of them.
         has_gradient: whether the gradients of the next backward are here.
         is_full: whether no forward may start before a backward: the depth is reached, or none is left.
         is_recomputed: whether the next backward's recompute was started.
-        is_blocked: whether no backward may start before weight gradients are computed.
         known_until: when the next message that it may wait for arrives, as far as is known (infinite if not): until
             then, what may start changes with what it starts alone.
     """
 
     __slots__ = (
-        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_start", "can_weight", "depth",
-        "forwards", "gradients", "has_gradient", "index", "is_blocked", "is_full", "is_recomputed", "is_split",
-        "known_until", "most_deferred", "needs_gradients", "needs_recompute", "num_later", "num_micro_batches",
-        "peak", "rank", "recomputes", "seconds", "stage", "stride", "weights",
+        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_start", "depth", "forwards",
+        "gradients", "has_gradient", "index", "is_full", "is_recomputed", "known_until", "needs_gradients",
+        "needs_recompute", "num_later", "num_micro_batches", "peak", "rank", "recomputes", "seconds", "stage", "stride",
     )  # fmt: skip
 
     def __init__(
@@ -71,28 +66,25 @@ class Replica:
         self.num_later = 0
         self.depth = num_micro_batches
         self.needs_gradients = True
-        self.needs_recompute = self.is_split = False
-        self.most_deferred = 0
+        self.needs_recompute = False
         self.seconds: Mapping[Kind, float] = {}
         self.activations, self.gradients = activations, gradients
-        self.forwards = self.recomputes = self.backwards = self.weights = self.peak = 0
-        self.can_forward = self.can_recompute = self.can_backward = self.can_weight = self.can_start = False
-        self.has_gradient = self.is_full = self.is_recomputed = self.is_blocked = False
+        self.forwards = self.recomputes = self.backwards = self.peak = 0
+        self.can_forward = self.can_recompute = self.can_backward = self.can_start = False
+        self.has_gradient = self.is_full = self.is_recomputed = False
         self.known_until = 0.0
 
     @property
     def work_seconds(self) -> float:
         kinds = [FORWARD]
         if self.needs_gradients:
-            kinds += [BACKWARD, *[RECOMPUTE] * self.needs_recompute, *[WEIGHT] * self.is_split]
+            kinds += [BACKWARD, *[RECOMPUTE] * self.needs_recompute]
         return self.num_micro_batches * sum(self.seconds[kind] for kind in kinds)
 
     @property
     def is_done(self) -> bool:
-        """Whether all forwards, and all backwards and weight gradients if there are any, were started."""
+        """Whether all forwards, and all backwards if there are any, were started."""
         n = self.num_micro_batches
-        if self.is_split and self.weights < n:
-            return False
         return self.forwards == n and (self.backwards == n or not self.needs_gradients)
 
     def may_start(self, kind: Kind, micro_batch: int) -> bool:
@@ -101,8 +93,6 @@ class Replica:
             may, k = self.can_forward, self.forwards
         elif kind is BACKWARD:
             may, k = self.can_backward, self.backwards
-        elif kind is WEIGHT:
-            may, k = self.can_weight, self.weights
         else:
             may, k = self.can_recompute, self.recomputes
         return may and k * self.stride + self.index == micro_batch
@@ -124,11 +114,6 @@ class Replica:
             self.can_recompute = b < f and not is_recomputed
             can_start = can_start or self.can_recompute
             self.can_backward = self.has_gradient and is_recomputed
-        if self.is_split:
-            self.can_weight = self.weights < b
-            self.is_blocked = b - self.weights >= self.most_deferred
-            can_start = can_start or self.can_weight
-            self.can_backward = self.can_backward and not self.is_blocked
         self.can_start = can_start or self.can_backward
         self.known_until = known_until
 
@@ -143,9 +128,6 @@ class Replica:
         if kind is BACKWARD:
             self.backwards += 1
             return self.backwards - 1
-        if kind is WEIGHT:
-            self.weights += 1
-            return self.weights - 1
         self.recomputes += 1
         return self.recomputes - 1
 

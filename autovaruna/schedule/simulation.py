@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from autovaruna.schedule.pipeline import FORWARD, WEIGHT, Instruction, Kind, Schedule
+from autovaruna.schedule.pipeline import FORWARD, Instruction, Kind, Schedule
 from autovaruna.schedule.replica import Replica
 
 Act = tuple[float, float, Replica, Kind, int]
 """One instruction as the simulator notes it: start, end, replica, kind, k."""
-FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<", Kind.WEIGHT: "w"}
+FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<"}
 MEANINGS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 _NARROWEST, _WIDEST = 50, 100
 """Characters for a step where lines have to fit."""
@@ -45,7 +45,7 @@ class LostTime:
     """Where the step of one rank goes; the parts add up to the step.
 
     Attributes:
-        work_seconds: forwards, recomputes, backwards and weight gradients, without overhead.
+        work_seconds: forwards, recomputes and backwards, without overhead.
         message_seconds: idle while the message that it waits for is on its way.
         reduce_seconds: idle but for an all-reduce, after its last instruction.
         imbalance_seconds: idle because it has less work than the busiest rank.
@@ -148,9 +148,6 @@ def _message_waits(acts: list[Act]) -> Iterator[float]:
     """Yields, for each instruction, how long the rank was idle with the awaited message on its way."""
     idle_from = 0.0
     for start, end, replica, kind, k in acts:
-        if kind is WEIGHT:
-            idle_from = end
-            continue
         inbox = replica.activations if kind is FORWARD else replica.gradients
         if idle_from < inbox.ready[k] <= start:
             yield inbox.ready[k] - max(idle_from, inbox.sent[k])
@@ -223,9 +220,7 @@ def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str
 
 
 def _legend(simulation: Simulation) -> str:
-    is_split = any(act[3] is Kind.WEIGHT for acts in simulation.acts for act in acts)
-    meanings = MEANINGS | ({Kind.WEIGHT: "weight gradients"} if is_split else {})
-    return "  ".join(f"{FILL[kind]} {meaning}" for kind, meaning in meanings.items()) + "  + all-reduce  . idle"
+    return "  ".join(f"{FILL[kind]} {meaning}" for kind, meaning in MEANINGS.items()) + "  + all-reduce  . idle"
 
 
 def _rows(simulation: Simulation, width: int) -> list[list[str]]:

@@ -15,7 +15,6 @@ from autovaruna.schedule.pipeline import (
     BACKWARD,
     FORWARD,
     TICKS_PER_SECOND,
-    WEIGHT,
     Kind,
     Pipeline,
     Schedule,
@@ -37,7 +36,6 @@ class FixedOrder(Policy):
         self.schedule = schedule
         self.positions = [0] * len(schedule)
         self.recomputing = {act.stage for row in schedule for act in row if act.kind is Kind.RECOMPUTE}
-        self.splitting = {act.stage for row in schedule for act in row if act.kind is Kind.WEIGHT}
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         rank = replicas[0].rank
@@ -56,9 +54,6 @@ class FixedOrder(Policy):
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         return stage in self.recomputing
 
-    def splits(self, pipeline: Pipeline, stage: int) -> bool:
-        return stage in self.splitting
-
     def explain(self) -> str:
         marked = grid(self.schedule, dict(enumerate(self.positions)))
         return f"the schedule never ends; each rank waits at the mark:\n{marked}"
@@ -73,9 +68,7 @@ def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_me
     if pipeline.needs_gradients:
         replica.depth = policy.depth(pipeline, stage, index)
         replica.needs_recompute = policy.recomputes(pipeline, stage)
-        replica.is_split = policy.splits(pipeline, stage)
-        replica.most_deferred = pipeline.stages[stage].deferred
-    replica.seconds = work_seconds(pipeline, stage, index, is_split=replica.is_split)
+    replica.seconds = work_seconds(pipeline, stage, index)
     return replica
 
 
@@ -98,7 +91,7 @@ def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[
     last = [0.0] * pipeline.num_stages
     for row in acts:
         for _, end, replica, kind, _ in row:
-            if end > last[replica.stage] and (kind is BACKWARD or kind is WEIGHT):
+            if end > last[replica.stage] and kind is BACKWARD:
                 last[replica.stage] = end
     return last
 

@@ -25,7 +25,7 @@ from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase, progress_bar
-from autovaruna.planner.problem import SPLIT_SCHEDULE, Constraints, Problem
+from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.profiler.cache import cache_of
 from autovaruna.profiler.measure import (
     Key,
@@ -50,7 +50,6 @@ from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memo
 logger = logging.getLogger(__name__)
 MOST_TURNS = 2
 BUDGET_SECONDS = 6.0
-_SPLIT_RANKS = 4
 _NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
@@ -141,7 +140,6 @@ class MeasuredModel:
         sizes: Sequence[int],
         known: Collection[Key],
         *,
-        splits: bool = False,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[Key, PartCost]:
         """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, the same on all. Collective."""
@@ -157,7 +155,6 @@ class MeasuredModel:
                 self.watch.device,
                 iterations=turn.iterations,
                 budget_seconds=turn.budget_seconds,
-                splits=splits,
                 share=turn.share,
                 known=known,
                 inputs=self.tensors,
@@ -186,7 +183,7 @@ def measure_together(
     speeds = watch.speeds_of_samples()
     joined = [  # in seconds of a rank of speed 1
         {
-            key: cost.with_seconds(speed * seconds for seconds in cost.seconds)
+            key: cost.with_seconds(*(speed * seconds for seconds in cost.seconds))
             for costs, speed in zip(of_ranks, speeds, strict=True)
             for key, cost in costs.items()
         }
@@ -202,17 +199,10 @@ def needs_gradient(traced: TracedModel) -> bool:
 
 def constraints_of(settings: Settings, traced: TracedModel) -> Constraints:
     """Returns what the settings leave to the planner."""
-    own = {each.name for each in fields(Constraints)} - {"may_split"}
-    known = {name: getattr(settings, name) for name in own}
+    known = {each.name: getattr(settings, each.name) for each in fields(Constraints)}
     if traced.loss is None and needs_gradient(traced):
         known |= {"schedule": "gpipe", "in_flight": 0}  # all forwards come before the caller's backward
-    return Constraints(**known, may_split=settings.compile_stages is False)
-
-
-def splits_backward(settings: Settings, num_ranks: int) -> bool:
-    """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little."""
-    is_wanted = settings.schedule == SPLIT_SCHEDULE or (settings.schedule == "auto" and num_ranks >= _SPLIT_RANKS)
-    return is_wanted and settings.compile_stages is False
+    return Constraints(**known)
 
 
 def sizes_to_measure(
@@ -242,7 +232,7 @@ def measured_problem(
     sizes = sizes_to_measure(settings, traced, shared.global_batch_size, fewest)
     batch_bytes = sum(each.nbytes for each in shared.tensors if each.device.type == watch.device.type)
     with phase(logger, "measuring the model, the ranks and the optimizer"):
-        profile = measured_profile(subject, sizes, splits_backward(settings, watch.world.num_ranks))
+        profile = measured_profile(subject, sizes)
         cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
         step_cost = optimizer_cost(optimizer, watch.world, watch.device)
     return Problem(
@@ -261,11 +251,11 @@ def measured_problem(
     )
 
 
-def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> Profile:
-    """Measures parts that no rank's cache has; if it `splits`, their weight gradients apart as well. Collective."""
+def measured_profile(subject: MeasuredModel, sizes: list[int]) -> Profile:
+    """Measures parts that no rank's cache has. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
     host = world.hosts[world.rank]
-    cache = cache_of(settings, device, world.hosts.count(host), splits=splits)
+    cache = cache_of(settings, device, world.hosts.count(host))
     if world.hosts.index(host) != world.rank:
         cache = None  # the first rank of a host reads and writes it
     lasting = lasting_parts(subject.traced, sizes)
@@ -283,7 +273,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> 
             mine[key] = here[key]
     known = merge(world.gather_objects(mine, what))
     with progress_bar("measuring", settings.progress and world.rank == 0) as advance:
-        fresh = subject.measure(sizes, known, splits=splits, advance=advance)
+        fresh = subject.measure(sizes, known, advance=advance)
     if cache:
         cache.write({key: fresh[key] for key in lasting if key in fresh})
     return to_profile(subject.traced, merge([known, fresh]), device)

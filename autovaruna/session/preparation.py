@@ -166,7 +166,7 @@ class Preparation:
         if complaint := self._complaint_of(plan):
             raise PlanError(f"The given plan cannot run: {complaint}.")
         if self._traced.loss is None and needs_gradient(self._traced):  # all forwards before the script's backward
-            stages = [replace(stage, in_flight=plan.num_micro_batches, deferred=0) for stage in plan.stages]
+            stages = [replace(stage, in_flight=plan.num_micro_batches) for stage in plan.stages]
             plan = replace(plan, schedule="gpipe", stages=tuple(stages))
         try:
             RankOrders(plan, graph)

@@ -7,14 +7,13 @@ and collects the gradient of a step outside ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
-from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, SplitPiece, direct, split_backward
+from autovaruna.graph.pieces import Argument, ArgumentSource, direct
 from autovaruna.graph.random import RandomStream
 from autovaruna.stage.split import StagePart
 
@@ -89,27 +88,16 @@ class StageModule:
         found |= {name: self._buffer(name) for name in named(ArgumentSource.BUFFER)}
         return found | {name: self._parameters[name] for name in named(ArgumentSource.PARAMETER)}
 
-    @cached_property
-    def split(self) -> SplitPiece | None:
-        """The piece with its backward in two parts; None: there is nothing to leave for the second."""
-        return split_backward(self.part.piece)
-
-    def compute_weights(self, deferred: Deferred) -> None:
-        """Computes what was left for later; the leaves add it up."""
-        if self.split is not None:
-            deferred.compute([self.leaves[argument.name, argument.block] for argument in self.split.weights])
-
     def run(
         self,
         tensors: Mapping[str, Tensor],
         micro_batch_size: int,
         stream: RandomStream | None,
-        deferred: Deferred | None = None,
         lengths: tuple[int, ...] = (),
     ) -> dict[str, Tensor]:
         """Runs the operations of the stage on inputs and received values; returns what it sends and makes, by name.
 
-        Random nodes draw from the stream; the backward leaves weight gradients to `deferred`, if there is one.
+        Random nodes draw from the stream.
         """
         arguments = self._bound.copy()
         for place, name in self._values:
@@ -118,10 +106,7 @@ class StageModule:
             arguments[place] = self._size_of(name, micro_batch_size, lengths)
         for place in self._streams:
             arguments[place] = stream
-        piece = self.part.piece
-        if deferred is not None and self.split is not None:
-            return dict(zip(piece.outputs, self.split.run(deferred, *arguments), strict=True))
-        return dict(zip(piece.outputs, self._run(*arguments), strict=True))
+        return dict(zip(self.part.piece.outputs, self._run(*arguments), strict=True))
 
     def _state(self, argument: Argument) -> Tensor | None:
         if argument.source is ArgumentSource.PARAMETER:

@@ -74,7 +74,7 @@ def find_grid(
     device = find_device(model, known)
     subject = subject_of(model, sample, device, known, world)
     sizes = [chunk_size] if chunk_size else sorted({1, max(1, batch_size // world.num_ranks), max(1, batch_size // 4)})
-    profile = measured_profile(subject, sizes, splits=False)
+    profile = measured_profile(subject, sizes)
     cluster = describe_cluster(subject.watch, subject.traced.graph, known)
     problem = Problem(
         subject.traced.graph,
@@ -171,7 +171,7 @@ class Profiler:
         self.folder = ProfileFolder(out_folder)
         self.settings = resolve({"device": str(self.device), "inputs": "replicated"})
         self._own = ProfileCache(
-            self.folder.measurements, environment(self.device, on_host, splits=False), self.settings.profile_iterations
+            self.folder.measurements, environment(self.device, on_host), self.settings.profile_iterations
         )
         self._others = cache_of(self.settings, self.device, on_host)
         self._optimizer: torch.optim.Optimizer | None = None

@@ -66,18 +66,6 @@ def make_problem(num_blocks: int = 6, num_ranks: int = 2, batch: int = 8, seed: 
     return Problem(graph, make_profile(graph, rng), cluster, batch, 2.0, constraints=Constraints(**more))
 
 
-def make_split(problem: Problem, rng: random.Random, share: float = 0.0, added: float = 0.0) -> Problem:
-    """The problem with backwards that can be split: a random or given share of weight gradients, seconds added."""
-
-    def split(cost: BlockCost) -> BlockCost:
-        weight = (share or rng.choice([0.0, 0.3, 0.6])) * cost.backward_seconds
-        more = added or rng.choice([0.0, 0.02, 0.1]) * cost.backward_seconds
-        return replace(cost, weight_seconds=weight, split_seconds=more, deferred_bytes=cost.saved_bytes * 0.8)
-
-    costs = tuple(tuple(map(split, row)) for row in problem.profile.costs)
-    return replace(problem, profile=replace(problem.profile, costs=costs))
-
-
 def make_uneven(problem: Problem, rng: random.Random, num_hosts: int = 2) -> Problem:
     """The problem on ranks of random hosts, speeds and memory, with slow links, overhead and an optimizer."""
     cluster, num_ranks = problem.cluster, problem.cluster.num_ranks

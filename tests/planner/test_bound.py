@@ -10,20 +10,19 @@ import pytest
 
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.problem import Problem
 from autovaruna.planner.proof import bound_of_single
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import OptimizerCost
 from tests.planner.brute import ONE_A_RANK, every_plan, small_problem
-from tests.planner.cases import constrained, make_problem, make_split, make_uneven
+from tests.planner.cases import constrained, make_problem, make_uneven
 from tests.products import some
 
 
 def bounds(problem: Problem, positions: Sequence[int] = ()) -> dict[int, float]:
     tables = RangeTables(problem.graph, positions or range(len(problem.graph.blocks) + 1))
-    is_split = problem.constraints.schedule == SPLIT_SCHEDULE
-    each = [SizedProblem(problem, tables, m, is_split) for m in micro_batch_counts(problem)]
+    each = [SizedProblem(problem, tables, m) for m in micro_batch_counts(problem)]
     return {sized.num_micro_batches: bound_of_single(sized) for sized in each}
 
 
@@ -56,23 +55,20 @@ def drawn(kind: str, seed: int) -> tuple[Problem, Sequence[int]]:
     if kind == "sharing":
         cost = OptimizerCost(1e-4, dice.choice([0.0, 1e-8, 1e-7]))
         return replace(problem, shares_state=True, optimizer_bytes_factor=2.0, optimizer_cost=cost), ()
-    if "split" in kind:
-        return constrained(make_split(problem, dice), schedule="zero_bubble"), ()
     problem, n = forced(problem, dice), len(problem.graph.blocks)
     inner = sorted(dice.sample(range(1, n), dice.randint(0, max(n - 2, 0)))) if kind == "segments" and n > 1 else []
     return problem, [0, *inner, n] if kind == "segments" else ()
 
 
-@pytest.mark.parametrize("kind", ["forced", "segments", "counters", "sharing", "split"])
+@pytest.mark.parametrize("kind", ["forced", "segments", "counters", "sharing"])
 @pytest.mark.parametrize("start", some(range(0, 160, 40), 1))
 def test_no_plan_beats_it(kind: str, start: int) -> None:
     """Segments have cuts inside, counters are blocks that need nothing."""
     for seed in range(start, start + (8 if kind == "counters" else 40)):
         problem, positions = drawn(kind, seed)
         least = bounds(problem, positions)
-        schedules = ("zero_bubble",) if "split" in kind else ONE_A_RANK
-        is_ordered = kind not in ("forced", "sharing", "split")
-        for plan in every_plan(problem, is_ordered=is_ordered, schedules=schedules):
+        is_ordered = kind not in ("forced", "sharing")
+        for plan in every_plan(problem, is_ordered=is_ordered, schedules=ONE_A_RANK):
             assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, positions, plan)
 
 

@@ -56,6 +56,22 @@ def test_comes_back_as_it_was_and_a_person_can_read_it(path: Path, deployment: D
     assert str(path.parent) not in path.read_text()
 
 
+def test_a_file_of_a_version_that_split_backwards_is_read_unless_it_does(path: Path) -> None:
+    def as_before(content: dict[str, Any]) -> None:
+        for stage in content["stages"]:
+            stage["deferred"] = 0
+            stage["predicted"] |= {"input_seconds": 0.0, "weight_seconds": 0.0}
+        content["predicted"]["block_bytes"] = {"micro_batch_size": 4, "saved_bytes": [], "work_bytes": []}
+        content["predicted"]["block_bytes"]["deferred_bytes"] = []
+
+    known = load(path)
+    edit(path, as_before)
+    assert load(path).plan.stages == known.plan.stages
+    edit(path, lambda content: content.update(schedule="zero_bubble"))
+    with pytest.raises(DeploymentError, match="'zero_bubble', is no longer there: delete the file to plan again"):
+        load(path)
+
+
 def test_edited_by_hand(path: Path, problem: Problem) -> None:
     def change(content: dict[str, Any]) -> None:
         content["stages"][1] |= {"cut": "layers.2", "ranks": [1, 2], "recompute": True, "in_flight": 4}

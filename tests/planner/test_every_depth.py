@@ -1,4 +1,4 @@
-"""Plans of small problems, each against others with every depth, recompute, deferral and schedule."""
+"""Plans of small problems, each against others with every depth, recompute and schedule."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 
 import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.problem import Problem
 from autovaruna.planner.proof import WORTH
 from autovaruna.planner.rank_memory import Option, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import INTERLEAVED, ONE_A_RANK, candidates
-from tests.planner.cases import constrained, make_problem, make_split, make_uneven, on_cluster, with_memory
+from tests.planner.cases import constrained, make_problem, make_uneven, on_cluster, with_memory
 from tests.products import some
 from tests.schedule.pipelines import bound_at_depths
 
 BETTER = 0.99
 SCHEDULES = {
     "single": ("auto", "auto", "auto", "1f1b", "varuna", "gpipe"),
-    "split": (SPLIT_SCHEDULE,),
     "shared": ("auto", "auto", "1f1b", "varuna", "interleaved", "deepest_first", "gpipe"),
 }
 _LINKS = LinkCost(1e-5, 1e10), LinkCost(2e-3, 1e6), LinkCost(1e-4, 1e7)
@@ -42,7 +41,6 @@ def seconds_of(plan: Plan) -> float:
 
 _FULL_BYTES = {
     "single": {90022: 956454.4, 90200: 731548.0, 100006: 385460.8, 330037: 1011326.4},
-    "split": {80046: 492832.0, 80132: 767024.0, 90035: 836699.2, 330014: 723380.8, 770138: 1106040.0},
     "shared": {80078: 620596.0, 210051: 811588.0, 210053: 848212.8, 210064: 347428.0, 210136: 332385.6},
 }
 """What a rank held with all memory, where a draw was kept: another plan with all memory must not change the draw."""
@@ -53,16 +51,12 @@ def any_problem(kind: str, seed: int) -> Problem:
     dice = random.Random(seed * 9973 + 11)
     sizes = dice.randint(2, 6 if kind != "shared" else 5), dice.randint(2, 4 if kind == "single" else 3)
     batch = dice.randint(3, 7)
-    if kind == "split":
-        sizes = dice.randint(2, 5), dice.randint(2, 4)
-    elif kind == "shared":
+    if kind == "shared":
         sizes, batch = (dice.randint(3, 5), dice.randint(2, 3)), dice.randint(2, 5)
     shape = {"skips": dice.randint(0, 3), "tied": dice.randint(0, 1), "loose": dice.random() < 0.3}
     problem = make_problem(*sizes, batch, seed, **shape, link=dice.choice(_LINKS))
     if dice.random() < 0.7:
         problem = make_uneven(problem, dice, dice.randint(1, 3))
-    if kind == "split":
-        problem = make_split(problem, dice)
     settings = _some_settings(kind, *sizes, batch, dice)
     problem = on_cluster(constrained(problem, **settings), fragmentation=dice.choice([1.0, 1.0, 1.2]))
     problem = with_memory(problem, 1e12)
@@ -131,17 +125,16 @@ class EveryDepth:
         limit = seconds * self._worth(candidate)
         for schedule in self._schedules(candidate):
             variant = replace(candidate, schedule=schedule)
-            for deepest in self._options(variant, recompute):
-                plan = self.planner.put_together(variant, deepest)
+            for options in self._options(variant, recompute):
+                plan = self.planner.put_together(variant, options)
                 self.left = max(self.left - 1, 0)
-                pipeline = self.planner.pipeline(plan)
-                if candidate.is_interleaved or bound_at_depths(pipeline) < limit:
-                    for options in islice(self._deferring(variant, deepest), self.left):
-                        self.left -= 1
-                        yield self.planner.put_together(variant, options)
+                is_open = candidate.is_interleaved or bound_at_depths(self.planner.pipeline(plan)) < limit
+                if is_open and self.left:
+                    self.left -= 1
+                    yield plan
 
     def _options(self, variant: Candidate, recompute: tuple[bool, ...]) -> Iterator[Options]:
-        """Yields stages with all depths, the greatest first, that defer as much as they can."""
+        """Yields stages with all depths, the greatest first."""
         options = self.planner.options(self.planner.sized(variant.num_micro_batches), variant)
         shares = [-(-variant.num_micro_batches // len(ranks)) for ranks in variant.ranks]
         forced, is_full = self.problem.constraints.in_flight, variant.schedule == "gpipe"
@@ -149,15 +142,8 @@ class EveryDepth:
             whole = shares if is_full else [min(forced, share) for share in shares]
             if (is_full or forced) and list(depths) != whole:
                 continue
-            stages = zip(options, recompute, depths, shares, strict=True)
-            yield tuple(
-                option._replace(needs_recompute=again, in_flight=depth, deferred=share if option.deferred else 0)
-                for option, again, depth, share in stages
-            )
-
-    def _deferring(self, variant: Candidate, options: Options) -> Iterator[Options]:
-        for deferrals in product(*[range(option.deferred + 1) for option in options]):
-            yield tuple(o._replace(deferred=deferred) for o, deferred in zip(options, deferrals, strict=True))
+            stages = zip(options, recompute, depths, strict=True)
+            yield tuple(option._replace(needs_recompute=again, in_flight=depth) for option, again, depth in stages)
 
     def _worth(self, candidate: Candidate) -> float:
         return WORTH if candidate.is_interleaved else 1.0
@@ -171,7 +157,7 @@ class EveryDepth:
 
 _MISSED_ONCE = [(kind, seed) for kind, seeds in _FULL_BYTES.items() for seed in seeds]
 _MISSED_ONCE += [("shared", seed) for seed in (770032, 770050, 770079)]
-_OTHERS = [(kind, seed) for seed in some(range(110_000, 110_004), 1) for kind in ("single", "split", "shared")]
+_OTHERS = [(kind, seed) for seed in some(range(110_000, 110_004), 1) for kind in ("single", "shared")]
 
 
 @pytest.mark.parametrize(("kind", "seed"), [*some(_MISSED_ONCE, 8), *_OTHERS])

@@ -54,7 +54,6 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
         gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
         saved=float(saved.sum()),
         work=float(at_peak.max()),
-        deferred=float(costs.deferred_bytes[index].sum()),
         work_of_first=float((at_peak + after).max()),
     )
 

@@ -16,7 +16,7 @@ from autovaruna.planner.table import explain, plan_table
 from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
-from tests.planner.cases import loading_complaint, make_problem, make_split, on_cluster
+from tests.planner.cases import loading_complaint, make_problem, on_cluster
 from tests.schedule.pipelines import chain, placed
 
 PROCESS = 3.0
@@ -24,11 +24,11 @@ PROCESS = 3.0
 
 def drawn_stage(chance: random.Random) -> StageBytes[float]:
     """A stage as the memory model makes them: what runs and gradients are parts of all, the process is in each."""
-    running, gradients, each, rest, each_deferred = (float(chance.randint(0, 9)) for _ in range(5))
+    running, gradients, each, rest = (float(chance.randint(0, 9)) for _ in range(4))
     once = rest + running + gradients + PROCESS
     first = once - min(gradients, chance.randint(0, 9))
     least = rest + gradients + PROCESS + chance.randint(0, 9)
-    return StageBytes(once, each, least, first, running, gradients, each_deferred)
+    return StageBytes(once, each, least, first, running, gradients)
 
 
 def by_hand(row: tuple[Instruction, ...], stages: dict[int, StageBytes[float]]) -> float:
@@ -70,18 +70,9 @@ def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed
         assert found <= together(peaks)
 
 
-def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
-    """Not with all that is in flight: a micro-batch is no longer when it waits for its weight gradients."""
-    stages = [StageBytes(5.0, 10.0, 1.0, 5.0, 2.0, 1.0, each_deferred) for each_deferred in (4.0, 24.0)]
-    program = [Instruction(0, Kind(kind), int(m)) for kind, m in ("F0", "F1", "B0", "W0", "B1", "W1")]
-    late = [program[place] for place in (0, 1, 2, 4, 3, 5)]
-    held = [peak_of_instructions(each, {0: stage}, 0.0) for each in (program, late) for stage in stages]
-    assert held == [25.0, 39.0, 25.0, 53.0]
-
-
 def test_what_is_shown_of_a_plan_that_fits_by_its_instructions_is_within_the_limit() -> None:
     """Rows of choices and of stages once showed what depths may need: more than a rank has."""
-    problem = make_split(make_problem(12, 4, 16, 5, memory_bytes=7e5, max_stages_per_rank=1), random.Random(5), 0.4)
+    problem = make_problem(12, 4, 16, 29, memory_bytes=7e5, max_stages_per_rank=1)
     plan, rows = plan_and_choices(problem)
     assert max(stage.memory_bytes for stage in plan.stages) > 7e5 >= max(max(row.rank_bytes()) for row in rows)
     shown = [str(cell) for cell in plan_table(plan, problem.graph).columns[5].cells]

@@ -1,4 +1,4 @@
-"""Measuring: seconds of parts and layers, split backwards, and the clock of a rank's own time."""
+"""Measuring: seconds of parts and layers, and the clock of a rank's own time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from autovaruna.errors import MeasureError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
 from autovaruna.profiler import measure as clocks
-from autovaruna.profiler.bytes import count_deferred_bytes
 from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.measure import measure, measure_pace, merge, own_clock, to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.profiler.roofline import predict
-from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, make_work
+from autovaruna.profiler.work import block_parts
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.products import some
 from tests.profiler.clock import plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, on_cpu, profile, traced, traced_case
-from tests.profiler.test_roofline import COMPUTE
 
 
 def test_identical_blocks_are_measured_once() -> None:
@@ -110,29 +107,11 @@ def test_blocks_add_up_to_the_model(name: str) -> None:
     assert sum(cost.backward_seconds for cost in costs) == pytest.approx(backward, rel=0.02)
 
 
-def test_empty_calls_and_splitting_do_little_work() -> None:
-    """What is subtracted from every measurement is an operation or two; splitting one does none of its work twice."""
+def test_empty_calls_do_little_work() -> None:
+    """What is subtracted from every measurement is an operation or two."""
     with work_clock(clocks):
-        assert all(0 <= seconds < 1e-5 for seconds in (*clocks.call_seconds(2, CPU), clocks.split_seconds(CPU)))
-    assert all(seconds > 0 for seconds in clocks.call_seconds(2, CPU)) and clocks.split_seconds(CPU) >= 0
-
-
-def test_weight_gradients_are_half_of_the_backward_of_a_linear_layer_predicted_and_measured() -> None:
-    """The first layer, whose input needs no gradient, has nothing else."""
-    model = Mlp(3, 256)
-    graph = traced(model, torch.zeros(5, 256))
-    linears = [cost for cost in predict(graph, model, [64], COMPUTE).costs[0] if cost.weight_seconds > 0]
-    product = 2 * 64 * 256 * 256 / 1e12
-    assert [cost.weight_seconds for cost in linears] == pytest.approx([product] * 3)
-    assert [cost.backward_seconds for cost in linears] == pytest.approx([product, 2 * product, 2 * product])
-    with work_clock(clocks):
-        costs = profile(graph, model, [64], iterations=2).costs[0]
-    shares = [cost.weight_seconds / cost.backward_seconds for cost in costs if cost.weight_seconds > 0]
-    assert shares == pytest.approx([1.0, 0.5, 0.5], rel=0.02)
-    assert all(cost.weight_seconds <= cost.backward_seconds for cost in costs)
-    assert all(cost.split_seconds == cost.deferred_bytes == 0 for cost in costs if not cost.weight_seconds)
-    kept = [cost.deferred_bytes for cost in costs if cost.weight_seconds > 0]
-    assert kept == [2 * 64 * 256 * 4] * 3, "the operand and the gradient"
+        assert all(0 <= seconds < 1e-5 for seconds in clocks.call_seconds(2, CPU))
+    assert all(seconds > 0 for seconds in clocks.call_seconds(2, CPU))
 
 
 def test_a_digit_that_has_changed_is_named(tmp_path: Path) -> None:
@@ -146,17 +125,6 @@ def test_a_digit_that_has_changed_is_named(tmp_path: Path) -> None:
     del content["checksum"]  # as a person does who means it
     path.write_text(json.dumps(content))
     assert load_measured(path, Profile).costs[0][-1].forward_seconds == content["costs"][0][-1]["forward_seconds"]
-
-
-@pytest.mark.parametrize(("name", "most"), some([("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25), ("lstm", 1.0)], 2))
-def test_blocks_add_up_to_what_a_stage_defers(name: str, most: float) -> None:
-    """An operand that several blocks share is counted by each of them: a stage may begin between them."""
-    model, graph, tensors = traced_case(name, 4)
-    samples = Samples(graph, model, CPU, tensors)
-    nodes = tuple(n for n in graph.nodes if n in graph.block_of or n in graph.repeated)
-    whole, _ = count_deferred_bytes(make_work(MeasuredPart(graph, graph.graph.blocks, nodes, "whole"), samples, 4))
-    works = [make_work(part, samples, 4) for part in block_parts(graph)]
-    assert 1.0 <= sum(count_deferred_bytes(work)[0] for work in works if work.split) / whole <= most
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins to cores")

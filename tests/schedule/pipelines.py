@@ -23,17 +23,12 @@ def chain(
     latency: float = 0.0,
     depth: Callable[[int, int], int] = textbook_depth,
     recompute: float | None = None,
-    weight: float = 0.0,
-    deferred: Callable[[int, int], int] = lambda num_stages, stage: stage + 1,
 ) -> Pipeline:
-    """Returns equal stages, one a rank, each joined to the next; backward can be split if `weight` is above 0."""
+    """Returns equal stages, one a rank, each joined to the next."""
     stages = [
         StageTimes((s,), forward, backward, depth(num_stages, s), recompute is not None, recompute or 0.0)
         for s in range(num_stages)
     ]
-    for s, stage in enumerate(stages if weight else ()):
-        parts = {"deferred": deferred(num_stages, s), "input_seconds": backward - weight, "weight_seconds": weight}
-        stages[s] = dataclasses.replace(stage, **parts)
     edges = [Edge(s, s + 1, 0.0, 0.0) for s in range(num_stages - 1)]
     link = LinkCost(latency, float("inf"))
     return Pipeline(tuple(stages), tuple(edges), num_stages, num_micro_batches, lambda source, destination: link)
@@ -80,9 +75,6 @@ def _random_stage(dice: random.Random, num_ranks: int) -> StageTimes:
         recompute_seconds=dice.random(),
         reduce_seconds=dice.choice((0.0, dice.random())),
         speeds=dice.choice(((), tuple(dice.uniform(0.5, 2.0) for _ in ranks))),
-        deferred=dice.randint(0, 3),
-        input_seconds=dice.choice((0.0, 1.0, dice.random())),
-        weight_seconds=dice.choice((0.0, 1.0, dice.random())),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import lower_bound
-from autovaruna.schedule.pipeline import Edge, Kind, Pipeline, StageTimes, latency_depth
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, latency_depth
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulation import Simulation, render
 from autovaruna.schedule.simulator import simulate
@@ -45,29 +45,6 @@ def test_textbook_depth_pays_for_latency_and_the_deeper_one_hides_it() -> None:
         textbook = chain(4, 16, F, B, latency, recompute=F)
         deeper = chain(4, 16, F, B, latency, latency_depth, recompute=F)
         assert seconds(deeper, "varuna") < 0.97 * seconds(textbook)
-
-
-def test_split_backwards_reach_the_bound() -> None:
-    """With W as long as B, the last stage never waits once it has begun: 2(S - 1) of 3(S - 1) idle slots are gone.
-
-    On 8 stages and 16 micro-batches that is a fifth of the step, with no more in memory on any stage than 1F1B has on
-    the first. Messages as long as a stage are hidden with twice as many deferred as there are stages.
-    """
-    for num_stages, num_micro_batches in itertools.product((2, 4, 8), (8, 16, 32)):
-        pipeline = chain(num_stages, num_micro_batches, 1.0, 2.0, weight=1.0)
-        assert seconds(pipeline, "zero_bubble") == lower_bound(pipeline) == 3 * num_micro_batches + num_stages - 1
-        assert seconds(pipeline, "1f1b") == 3 * (num_micro_batches + num_stages - 1)
-    slow = chain(8, 16, 1.0, 2.0, 1.0, latency_depth, weight=1.0, deferred=lambda n, s: 2 * n)
-    assert seconds(slow, "zero_bubble") == lower_bound(slow) == 48 + 7 * 2 < 0.75 * seconds(slow, "1f1b")
-
-
-def test_gradients_are_summed_after_the_last_of_them() -> None:
-    pipeline = chain(2, 3, 1.0, 2.0, weight=1.0)
-    stages = tuple(replace(stage, reduce_seconds=0.5) for stage in pipeline.stages)
-    simulation = simulate(replace(pipeline, stages=stages), POLICIES["zero_bubble"])
-    for reduction in simulation.reductions:
-        assert reduction.start_seconds == simulation.acts[reduction.stage][-1][1]
-        assert simulation.acts[reduction.stage][-1][3] is Kind.WEIGHT
 
 
 def test_replicas_share_the_micro_batches() -> None:
@@ -142,7 +119,6 @@ def test_policy_is_its_drawing(name: str) -> None:
         "gpipe": deepened(chain(3, 4)),
         "1f1b": chain(3, 4),
         "varuna": chain(3, 4, recompute=1.0),
-        "zero_bubble": chain(3, 4, backward=2.0, weight=1.0),
         "interleaved": shared,
         "deepest_first": shared,
     }

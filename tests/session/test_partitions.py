@@ -26,14 +26,12 @@ SETUPS: dict[str, tuple[Setup, str]] = {
     "recompute": (pipeline(3, recompute=True), "sgd"),
     "gpipe": (pipeline(3, schedule="gpipe", shares=(0.2, 0.4)), "adamw"),
     "varuna": (pipeline(3, schedule="varuna", recompute=True), "adamw"),
-    "zero_bubble": (pipeline(3, schedule="zero_bubble"), "sgd"),
-    "zero_bubble_recompute": (pipeline(2, schedule="zero_bubble", recompute=True), "adamw"),
     "two_stages_a_rank": (Setup(((0,), (1,), (0,), (1,))), "sgd"),
     "two_stages_on_one_rank": (Setup(((0,), (0,))), "adamw"),
     "backwards": (Setup(((2,), (0,), (1,)), shares=(0.5, 0.8)), "sgd"),
     "idle_rank": (Setup(((0,), (2,)), num_ranks=3), "sgd"),
 }
-LARGE = ("3_stages", "recompute", "two_stages_a_rank", "zero_bubble")
+LARGE = ("3_stages", "recompute", "two_stages_a_rank")
 
 
 @cache

@@ -161,7 +161,6 @@ SETUPS = {
     "two": pipeline(2),
     "three_gpipe": pipeline(3, schedule="gpipe"),
     "two_recompute": pipeline(2, recompute=True, schedule="varuna"),
-    "two_zero_bubble": pipeline(2, schedule="zero_bubble"),
     "three_recompute_uneven": pipeline(3, recompute=True, shares=(0.2, 0.9)),
 }
 

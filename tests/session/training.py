@@ -44,7 +44,6 @@ class Setup:
     shares: tuple[float, ...] = ()  # where stages start, as shares of the blocks; empty: evenly
     recompute: bool = False  # whether all stages but the last recompute
     schedule: str = "1f1b"
-    whole: tuple[int, ...] = ()  # stages whose backward is not split where the schedule splits others
     num_ranks: int = 0  # 0: as many as `stage_ranks` names
     settings: Mapping[str, Any] = field(default_factory=dict)  # more of them
 
@@ -64,18 +63,10 @@ class Setup:
             starts.append(min(max(round(share * num_blocks), starts[-1] + 1), num_blocks - num_stages + stage))
         ends = [*starts[1:], num_blocks]
         stages = [
-            StagePlan(
-                tuple(range(start, end)), ranks, self.recompute, self._depth(stage), 1.0, 2.0, **self._apart(stage)
-            )
+            StagePlan(tuple(range(start, end)), ranks, self.recompute, self._depth(stage), 1.0, 2.0)
             for stage, (start, end, ranks) in enumerate(zip(starts, ends, self.stage_ranks, strict=True))
         ]
         return Plan(tuple(stages), self.world_size, self.num_micro_batches, 1.0, self.schedule)
-
-    def _apart(self, stage: int) -> dict[str, Any]:
-        """Returns what a stage whose backward is split has in its plan."""
-        if self.schedule != "zero_bubble" or stage in self.whole:
-            return {}
-        return {"deferred": 2, "input_seconds": 1.0, "weight_seconds": 1.0}
 
     def _depth(self, stage: int) -> int:
         return self.num_micro_batches if self.schedule == "gpipe" else len(self.stage_ranks) - stage
