@@ -3,9 +3,11 @@
 Hosts of one rank and one thread each (`tests/hosts`, as root), some models, rates and latencies. All plans of a setting
 are in one job: each is measured and planned as in a script, links and parts once for all of them, then their steps run
 in turn, as many rounds as go into `--seconds`, three at least. More hosts than the machine has cores share these, and
-their plans are told so. For each setting: the seconds of our own plan, predicted over measured with the middle half of
-its steps; how far the predictions of all eleven are off, in the middle; and the seconds of our own plan over those of
-the fastest by hand, as the median of rounds.
+their plans are told so. What is timed while a rank waits for its core longer than 2 % of the time, since other programs
+have it, is done again, a few times; steps are not looked at again (`recheck_trace`), which takes 1 % of the time.
+
+For each setting: the seconds of our own plan, and predicted over measured; how far the predictions of all eleven are
+off, in the middle; and the seconds of our own plan over those of the fastest by hand, as the median of rounds.
 
 python benchmarks/network.py [--quick] [--only TEXT] [--skip N] [--seconds 20] [--verbose]
 """
@@ -19,14 +21,19 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paired import Pairs, hush, time_rounds
 
+if TYPE_CHECKING:
+    from autovaruna.ranks.world import World
+
 ROOT = Path(__file__).resolve().parents[1]
+CALM_SHARE, MOST_TRIES = 0.02, 4
 MARK, TIMEOUT_SECONDS, WARM_UP, LEAST_ROUNDS, GLOBAL_BATCH = "RESULT ", 600.0, 2, 3, 32
 MEASURED = "/tmp/measured"  # of each host its own
 GPTS = {"small gpt": (128, 4), "gpt": (256, 6)}
@@ -103,6 +110,8 @@ class Way:
             "save_deployment": False,
             "progress": False,
             "profile_cache": "/tmp/measured",
+            "recheck_trace": False,
+            "check_parts": False,
         }
         numbers = dict(zip(("num_stages", "num_micro_batches"), given, strict=True)) if given else {}
         wrapped = AutoVaruna(model, optimizer, **quiet, **numbers)
@@ -120,6 +129,25 @@ class Way:
         self.words = f"{plan.num_stages} x {plan.num_micro_batches} {plan.schedule}"
 
 
+def waited_seconds() -> float:
+    """Returns how long this thread has waited so far for a core that others had."""
+    return 1e-9 * float(Path("/proc/thread-self/schedstat").read_text().split()[1])
+
+
+def calmly(world: World, act: Callable[[], Any], most_tries: int) -> tuple[Any, float]:
+    """Acts on all ranks, again if a rank had to wait for its core; returns what the last time gave, and the seconds of
+    the slowest rank in the time with the least of such waits. Collective."""
+    tried: list[tuple[float, float]] = []
+    while len(tried) < most_tries and (not tried or min(tried)[0] > CALM_SHARE):
+        world.barrier("what is timed")
+        begin, waited = perf_counter(), waited_seconds()
+        found = act()
+        own = perf_counter() - begin, waited_seconds() - waited
+        seconds, waits = map(max, zip(*world.gather_objects(own, "seconds"), strict=True))
+        tried.append((waits / seconds, seconds))
+    return found, min(tried)[1]
+
+
 def be_rank(setting: Setting, seconds: float) -> None:
     """Runs the plans of a setting on a rank; rank 0 prints what was found as a line of JSON."""
     import torch
@@ -130,13 +158,11 @@ def be_rank(setting: Setting, seconds: float) -> None:
     hush()
     world = get_world()
     world.transport.cores_per_rank = min(1.0, (os.cpu_count() or 1) / world.num_ranks)
-    ways = [Way(setting, given) for given in [None, *by_hand(world.num_ranks)]]
+    most = MOST_TRIES if world.num_ranks <= (os.cpu_count() or 1) else 1
+    ways = [calmly(world, partial(Way, setting, given), most)[0] for given in [None, *by_hand(world.num_ranks)]]
 
     def slowest(step: Callable[[], object]) -> float:
-        world.barrier("a step that is timed")
-        begin = perf_counter()
-        step()
-        return float(max(world.gather_objects(perf_counter() - begin, "seconds")))
+        return calmly(world, step, most)[1]
 
     began = perf_counter()
     for way in ways:
