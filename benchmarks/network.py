@@ -125,7 +125,9 @@ class Way:
         plan = wrapped.plan
         assert plan is not None
         self.predicted = plan.predicted_seconds
+        used = len({rank for stage in plan.stages for rank in stage.ranks})
         self.words = f"{plan.num_stages} x {plan.num_micro_batches} {plan.schedule}"
+        self.words += f" on {used}" if used < world.num_ranks else ""
 
 
 def waited_seconds() -> float:
