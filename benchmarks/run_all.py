@@ -24,6 +24,7 @@ SCRIPTS = {
     "whole": "AutoVaruna's own plan against the best by hand",
     "data_parallel": "Against DistributedDataParallel",
     "alternatives": "Beside DDP, FSDP2 and torch.distributed.pipelining",
+    "network": "Over emulated hosts, beside what is predicted",
     "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
     "crowded": "Ranks that share cores",

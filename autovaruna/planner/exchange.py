@@ -12,8 +12,8 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.schedule.pipeline import Pipeline
 
-_EAGER_BYTES = 64 << 10
-"""What takes more asks the receiver first, by Open MPI's default over TCP; then it goes there and back once more."""
+_EAGER_BYTES = 4 << 20
+"""What takes more asks the receiver first (`ranks/transport/mpi.py`); then it goes there and back once more."""
 _MOST_LOOKED_AT = 3
 """Of the replicas of a stage, and of the ranks that pass samples of a replica: these, and the last."""
 _OF_A_STEP, _OF_A_MESSAGE = 34, 5

@@ -1,4 +1,4 @@
-"""Keeps on disk what was measured: a `Profile` in a file, and the costs of parts, for any model or program.
+"""Keeps on disk what was measured: a `Profile` in a file, the costs of parts, for any model or program, and links.
 
 The cache has a directory for each environment (device, threads, versions), in it a file for each part and micro-batch
 size. A file is written whole under another name and then renamed, so any number of ranks and programs may write.
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +24,7 @@ from autovaruna.config.files import conf_dir, load_record, write_record
 from autovaruna.config.settings import Settings
 from autovaruna.errors import MeasureError
 from autovaruna.profiler.measure import Key, PartCost, device_name
+from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.work import MeasuredPart
 
 Record = TypeVar("Record")
@@ -109,6 +110,48 @@ class ProfileCache:
         return self.directory / f"{key[0]}-{key[1]}.json"
 
 
+@dataclass(frozen=True)
+class _LinkEntry:
+    """A file of the cache: a link, or the sums of some ranks, and what is told of it."""
+
+    name: str
+    cost: LinkCost
+
+
+class LinkCache:
+    """Measured links, by names that say between which hosts and how."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory) / "links"
+
+    def read(self, names: Iterable[str]) -> dict[str, LinkCost]:
+        """Returns what is known of some links. A file that cannot be used is named in a warning and left out."""
+        found = {}
+        for name in names:
+            try:
+                entry = load_record(self._path(name), _LinkEntry)
+                if entry.name != name:
+                    raise ValueError("it is of another link")
+                found[name] = entry.cost
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                logger.warning("measuring again: the saved link %s cannot be used (%s)", self._path(name), error)
+        return found
+
+    def write(self, links: Mapping[str, LinkCost]) -> None:
+        """Saves links. Where nothing can be written a warning says so, once."""
+        try:
+            for name, cost in links.items():
+                write_record(self._path(name), _LinkEntry(name, cost), is_synced=False)
+        except OSError as error:
+            reason = error.strerror or error
+            logger.warning("measured links are not kept: %s cannot be written (%s)", self.directory, reason)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
 def environment(device: torch.device, num_sharing: int = 1) -> dict[str, Any]:
     """Returns what measured costs are valid for."""
     found: dict[str, Any] = {
@@ -152,6 +195,12 @@ def cache_of(settings: Settings, device: torch.device, num_sharing: int = 1) -> 
     if directory is None:
         return None
     return ProfileCache(directory, environment(device, num_sharing), settings.profile_iterations)
+
+
+def link_cache_of(settings: Settings) -> LinkCache | None:
+    """Returns where measured links are kept, if the settings want that."""
+    directory = _directory(settings)
+    return None if directory is None else LinkCache(directory)
 
 
 def _directory(settings: Settings) -> Path | None:

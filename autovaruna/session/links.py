@@ -1,20 +1,25 @@
-"""Times messages between neighbouring ranks and sums over all ranks, as the planner needs them."""
+"""Times messages between neighbouring ranks and sums over all ranks, as the planner needs them.
+
+Those between hosts are measured once, and kept by the names of the hosts.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, cycle
 from statistics import median
 
 import torch
 
+from autovaruna.profiler.cache import LinkCache
 from autovaruna.profiler.records import LinkCost
 from autovaruna.ranks.buckets import GradientSums
 from autovaruna.ranks.torch_channel import neighbours
-from autovaruna.ranks.transport.base import Pair
+from autovaruna.ranks.transport.base import Pair, Pending
 from autovaruna.ranks.transport.layout import Layout
 from autovaruna.ranks.world import World
 
@@ -28,15 +33,44 @@ MOST_SUM_TENSORS = 2000
 SUM_TIMES = 3
 
 
-def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
+def measure_links(world: World, device: torch.device, cache: LinkCache | None = None) -> tuple[LinkCost, LinkCost]:
     """Measures messages between neighbouring ranks, from where this rank computes. Collective.
 
     Returns the link within a host, and that between hosts; a kind that does not exist here costs what the other does.
+    `cache` has those between hosts, on ranks that read one.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
+    pairs, hosts = neighbours(world.hosts), world.hosts
+    names = {(i, j): _name(world, device, *sorted({hosts[i], hosts[j]})) for i, j in pairs if hosts[i] != hosts[j]}
+    known = _known_links(world, names.values(), cache)
+    links = {pair: known[name] for pair, name in names.items() if name in known}
+    fresh = _measured_links(world, [pair for pair in pairs if pair not in links], device)
+    if cache:
+        cache.write({names[pair]: link for pair, link in fresh.items() if pair in names})
+    links |= fresh
+    local = [link for (i, j), link in links.items() if hosts[i] == hosts[j]]
+    remote = [link for (i, j), link in links.items() if hosts[i] != hosts[j]]
+    return _typical(local or remote), _typical(remote or local)
+
+
+def _name(world: World, device: torch.device, *of: str) -> str:
+    """Returns the name of a link, or of sums, in the cache: how it goes, and of what."""
+    return " ".join([type(world.transport).__name__, type(world.carrier).__name__, device.type, *of])
+
+
+def _known_links(world: World, names: Iterable[str], cache: LinkCache | None) -> dict[str, LinkCost]:
+    """Returns the links that any rank's cache has, the same on all. Collective."""
+    wanted = dict.fromkeys(names)
+    mine = cache.read(wanted) if cache else {}
+    rows = world.gather_objects(mine, "reading saved measurements") if wanted else []
+    return {name: link for row in rows for name, link in row.items()}
+
+
+def _measured_links(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, LinkCost]:
+    """Returns the links of some pairs, measured now, the same on every rank. Collective."""
     links: dict[Pair, LinkCost] = {}
-    unclear = neighbours(world.hosts)
+    unclear = pairs
     for _ in range(LINK_ATTEMPTS):
         seconds = _measure_pairs(world, unclear, device)
         links.update({pair: _link_of(*times) for pair, times in seconds.items()})
@@ -50,13 +84,11 @@ def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCos
             LONG_BYTES,
             LINK_ATTEMPTS,
         )
-    local = [link for (i, j), link in links.items() if world.hosts[i] == world.hosts[j]]
-    remote = [link for (i, j), link in links.items() if world.hosts[i] != world.hosts[j]]
-    return _typical(local or remote), _typical(remote or local)
+    return links
 
 
 def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, tuple[float, float]]:
-    """Returns the seconds of a small and a large message for each pair, the same on every rank."""
+    """Returns the seconds of a small message, and of a large one both ways at once, for each pair, on every rank."""
     mine: dict[Pair, tuple[float, float]] = {}
     for some in rounds_of(pairs):
         world.barrier("measuring links")
@@ -64,7 +96,7 @@ def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dic
             if world.rank in pair:
                 peer = sum(pair) - world.rank
                 small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
-                mine[pair] = small, one_way_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
+                mine[pair] = small, both_ways_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
     own = [pair for pair in pairs if max(pair) == world.rank]  # each pair once
     rows = world.gather_numbers(chain(*map(mine.__getitem__, own)), "measuring links") if pairs else []
     places = [iter(zip(row[::2], row[1::2], strict=True)) for row in rows]
@@ -96,20 +128,41 @@ def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
 
 def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
     """Returns half the median seconds of a message there and back, sent as `Mail` does; the lower rank begins."""
+    send, receive = _ends(world, peer, num_bytes, device)
+
+    def there() -> None:
+        send().wait()
+
+    acts = (there, receive) if world.rank < peer else (receive, there)
+    return _median_seconds(acts, num_times, device) / 2
+
+
+def both_ways_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
+    """Returns the median seconds of a message there and one back at once: as activations meet gradients."""
+    send, receive = _ends(world, peer, num_bytes, device)
+
+    def swap() -> None:
+        sent = send()
+        receive()
+        sent.wait()
+
+    return _median_seconds([swap], num_times, device)
+
+
+def _ends(
+    world: World, peer: int, num_bytes: int, device: torch.device
+) -> tuple[Callable[[], Pending], Callable[[], None]]:
+    """Returns what starts to send a message, and what receives one, as `Mail` does."""
     outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     blanks = [Layout((num_bytes,), (1,), torch.uint8)]
 
-    def there() -> None:
-        world.send([outgoing], peer, LINK_TAG).wait()
-
-    def back() -> None:
+    def receive() -> None:
         if world.is_eager(peer, blanks):
             world.receive_eager(blanks, peer, LINK_TAG).wait()
         else:
             world.receive([incoming], peer, LINK_TAG).wait()
 
-    acts = (there, back) if world.rank < peer else (back, there)
-    return _median_seconds(acts, num_times, device) / 2
+    return lambda: world.send([outgoing], peer, LINK_TAG), receive
 
 
 def _median_seconds(acts: Sequence[Callable[[], None]], num_times: int, device: torch.device) -> float:
@@ -129,13 +182,27 @@ def _typical(links: list[LinkCost]) -> LinkCost:
     return LinkCost(median(link.latency_seconds for link in links), median(link.bytes_per_second for link in links))
 
 
-def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
+def measure_sums(world: World, sizes: Sequence[int], device: torch.device, cache: LinkCache | None = None) -> LinkCost:
     """Measures sums over all ranks, as gradients of `sizes` bytes each are summed. Collective.
 
-    Returns the latency for each rank that takes part, and the bytes that each rank of a ring sends in a second.
+    Returns the latency for each rank that takes part, and the bytes that each rank of a ring sends in a second. `cache`
+    has those of several hosts, on ranks that read one.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf)
+    of = hashlib.sha256(repr((world.hosts, list(sizes))).encode()).hexdigest()[:16]
+    name = _name(world, device, "sums", of)
+    is_kept = len(set(world.hosts)) > 1
+    known = _known_links(world, [name] if is_kept else [], cache)
+    if name not in known:
+        known[name] = _measured_sums(world, sizes, device)
+        if cache and is_kept:
+            cache.write(known)
+    return known[name]
+
+
+def _measured_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
+    """Returns what `measure_sums` does, measured now."""
     ranks = tuple(range(world.num_ranks))
     tiny = torch.zeros(SHORT_BYTES // 4, device=device)
     gradients = [torch.zeros(size, dtype=torch.float32, device=device) for size in sample_of_gradients(sizes)]

@@ -26,7 +26,7 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase, progress_bar
 from autovaruna.planner.problem import Constraints, Problem
-from autovaruna.profiler.cache import cache_of
+from autovaruna.profiler.cache import cache_of, link_cache_of
 from autovaruna.profiler.measure import (
     Key,
     Pace,
@@ -289,8 +289,9 @@ def describe_cluster(
     """
     world, device = watch.world, watch.device
     open_to_measure(settings.channel, world, device)
-    local, remote = measure_links(world, device)
-    sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
+    cache = link_cache_of(settings) if world.hosts.index(world.hosts[world.rank]) == world.rank else None
+    local, remote = measure_links(world, device, cache)
+    sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device, cache)
     own_process_bytes = process_bytes_of(world, device, resident_before, batch_bytes)  # with what messages leave
     process_bytes = max(own_process_bytes)
     watch.sample()

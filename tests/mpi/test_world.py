@@ -44,6 +44,12 @@ def test_messages_larger_than_an_int_counts() -> None:
     assert run_on_ranks(2, f"{HERE}:huge_message", (2 << 30) + 12_345) == [True, True]
 
 
+def test_a_message_over_tcp_comes_while_its_sender_computes() -> None:
+    """Open MPI would ask the receiver first, and look for the answer when the sender calls it again."""
+    done = mpirun(2, "tests.mpi.early_message", env={"OMPI_MCA_btl": "self,tcp"})
+    assert float(done.stdout) < 0.5
+
+
 def test_lists_that_rings_bring_come_before_those_that_are_posted_ahead() -> None:
     """Micro-batches of uneven sizes: a small tensor was taken for one of a later list, whose receive was posted."""
     assert run_on_ranks(2, f"{HERE}:mixed_lists") == [True, True]

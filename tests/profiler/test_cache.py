@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from autovaruna.config.settings import resolve
 from autovaruna.profiler.bytes import Bytes, Made
-from autovaruna.profiler.cache import ProfileCache, cache_of, environment
+from autovaruna.profiler.cache import LinkCache, ProfileCache, cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost, lasting_parts, measure, parts_by_key, to_profile
+from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.work import layer_parts
 from tests.catalogue import PLAIN
 from tests.catalogue.small import Written
@@ -171,3 +172,21 @@ def test_every_cost_fits_a_part_or_is_measured_again() -> None:
             assert to_profile(graph, fitting, CPU).costs
     parts = [part for _, graph in graphs for part in parts_by_key(graph, [2]).values()]
     assert {cost.fits(part) for cost in every for part in parts} == {True, False}
+
+
+LINK = LinkCost(1e-3, 1e7)
+
+
+def test_a_link_is_kept_by_its_name_and_a_damaged_one_is_measured_again(tmp_path: Path, caplog) -> None:
+    LinkCache(tmp_path).write({"a b": LINK})
+    assert LinkCache(tmp_path).read(["a b", "a c"]) == {"a b": LINK} and not caplog.messages
+    path = next(tmp_path.glob("*/*.json"))
+    path.write_text(unsigned(path.read_text(), name="a c"))
+    assert LinkCache(tmp_path).read(["a b"]) == {}
+    assert str(path) in caplog.text and "measuring again" in caplog.text
+
+
+def test_links_that_cannot_be_kept_are_one_warning(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    LinkCache(tmp_path / "file").write({"a b": LINK, "a c": LINK})
+    assert len(caplog.messages) == 1 and "cannot be written" in caplog.text

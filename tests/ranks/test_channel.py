@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.profiler.cache import LinkCache
 from autovaruna.profiler.records import LinkCost
 from autovaruna.ranks.torch_channel import lacking_for_nccl, open_channel, open_to_measure
 from autovaruna.ranks.world import World
@@ -120,3 +124,27 @@ def test_training_through_nccl_is_training() -> None:
     setup = Setup(((0,), (1,)), 4, settings={"channel": "nccl"})
     batches = [CASE.batch(4, 0)]
     compare(train(CASE, setup, batches, sgd, [[2, 2]]), plain_steps(CASE, batches, sgd))
+
+
+def test_links_between_hosts_are_measured_once_and_any_rank_that_has_them_tells_all(tmp_path: Path) -> None:
+    """Rank 2 is the second of its host and reads no cache; later, rank 0 has none either."""
+
+    def measure(world: World, reading: tuple[int, ...]) -> tuple[LinkCost, LinkCost]:
+        world.hosts = ("a", "b", "b")
+        cache = LinkCache(tmp_path / str(world.rank)) if world.rank in reading else None
+        _, remote = measure_links(world, CPU, cache)
+        return remote, measure_sums(world, [1 << 20], CPU, cache)
+
+    first = run_ranks(3, partial(measure, reading=(0, 1)))
+    assert run_ranks(3, partial(measure, reading=(1,))) == first == [first[0]] * 3
+    assert run_ranks(3, partial(measure, reading=())) != first
+
+
+def test_what_sums_take_is_of_the_gradients_that_were_summed(tmp_path: Path) -> None:
+    def measure(world: World) -> list[LinkCost]:
+        world.hosts = ("a", "b")
+        cache = LinkCache(tmp_path)
+        return [measure_sums(world, [size], CPU, cache) for size in (1 << 10, 1 << 20, 1 << 10)]
+
+    for small, large, again in run_ranks(2, measure):
+        assert small == again != large

@@ -22,6 +22,10 @@ from autovaruna.ranks.transport.processes import ProcessTransport
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
+EAGER_BYTES = 4 << 20
+"""Messages of so few bytes go out over TCP without asking the receiver first: one that computes answers late. What the
+system does not take at once is on its way until it has; Open MPI's own 64 KiB are to spare the receiver's memory."""
+
 
 class MpiPart(TensorTransfer):
     """One request of MPI, and the memory it works on."""
@@ -61,6 +65,7 @@ class MpiTransport(ProcessTransport):
         super().__init__()
         self._owns_mpi = not MPI.Is_initialized()
         if self._owns_mpi:
+            os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER_BYTES))
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._control = MPI.COMM_WORLD.Dup()
         self._channels = [MPI.COMM_WORLD.Dup() for _ in CHANNELS]
