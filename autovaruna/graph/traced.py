@@ -225,6 +225,22 @@ def _multiplied(node: fx.Node) -> list[fx.Node]:
     ]
 
 
+@dataclass(frozen=True)
+class Threshold:
+    """A node that makes something else of a count above a number; or, without `rows`, of places in the batch.
+
+    Attributes:
+        number: NaN: it is not known.
+        rows: how many elements of a sample may count.
+        meets_samples: whether something with a row for each sample is made of it.
+    """
+
+    node: str
+    number: float = 0.0
+    rows: int = 0
+    meets_samples: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedModel(KnownGraph):
     """A model as a graph that can be cut.
@@ -234,6 +250,7 @@ class TracedModel(KnownGraph):
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
         joins_counts: nodes that join counts of several samples.
+        thresholds: what may be other in a batch of more samples.
     """
 
     graph: Graph
@@ -243,6 +260,7 @@ class TracedModel(KnownGraph):
     steady_state: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
+    thresholds: tuple[Threshold, ...] = ()
 
     @cached_property
     def key(self) -> str:
