@@ -109,6 +109,7 @@ ALONE["time first"] = lambda m, x, mark, y: m.loss(
 def _blind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the analysis find nothing."""
     monkeypatch.setattr(tracing, "refuse_mixing", lambda *args: [])
+    monkeypatch.setattr(tracing, "thresholds", lambda *args: ())
     monkeypatch.setattr(traces, "refuse_other_losses", lambda *args: None)
     yield
 
