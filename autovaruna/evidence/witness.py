@@ -69,7 +69,11 @@ class StageWitness:
         for given in self._given(parts, terms):
             for size, first in _cuts(given.size):
                 try:
-                    return self._tried(given, terms, size, first)
+                    found = self._tried(given, terms, size, first)
+                    if found is None and size < MOST_SAMPLES:  # a few may be in order by chance
+                        with suppress(UntriedError):
+                            return self._tried(self.rows.taken(given, range(size)[::-1], terms), terms, size, first)
+                    return found
                 except UntriedError as untried:
                     error = untried
         raise error

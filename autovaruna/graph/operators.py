@@ -317,7 +317,7 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("lerp", Operator(_LINEAR, factors=((0, 1), 2, True))),
     ("addcmul", Operator(_LINEAR, factors=((1,), 2, True))),
     ("addcdiv", Operator(_LINEAR, factors=((1,), 2, False))),
-    ("to _to_copy clone detach lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
+    ("to _to_copy clone detach detach_ lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
     ("to.other", Operator(_LINEAR, Trait.SAME_NUMBER | Trait.AS_ANOTHER)),
     ("mul mul_", Operator(Linearity.MULTIPLY)),
     ("div div_", Operator(Linearity.DIVIDE)),

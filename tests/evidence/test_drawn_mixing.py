@@ -39,7 +39,6 @@ COUNTING: dict[str, Act] = {
     "first": lambda h: h * ((h[:, 0] > 0).cumsum(0) < 5)[:, None],
     "places": lambda h: h * (torch.arange(h.shape[0]) < 8)[:, None],
     "most": lambda h: torch.where((h.argmax(1) == 0).sum() > 3, h, 2 * h),
-    "frequency": lambda h: h / F.one_hot(h.argmax(1), WIDTH).sum(0)[h.argmax(1)][:, None],
     "outliers": lambda h: h * (h.abs() < 2 * h.std()),
     "best": lambda h: h - h[h[:, 0].argmax()],
 }
