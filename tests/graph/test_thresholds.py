@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.catalogue.case import Case
-from tests.catalogue.small import CLASSES, WIDTH, TwoLayers, labelled
+from tests.catalogue.small import CLASSES, WIDTH, TwoLayers, Written, labelled
 from tests.products import some
 from tests.session.training import pipeline, refuse, train_as_plain
 
@@ -87,3 +87,13 @@ def test_places_in_the_batch_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", some([*AS_PLAIN], 4))
 def test_others_train_as_plain_pytorch(name: str) -> None:
     train_as_plain(case_of(name, AS_PLAIN[name]), pipeline(2), SIZE, SIZE)
+
+
+def test_a_table_as_long_as_the_batch_is_refused() -> None:
+    """Once, it was cut as its samples are, and ended in an IndexError."""
+
+    def forward(self: Any, x: Tensor, y: Tensor, table: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(x + F.embedding(y, table)), y)
+
+    given = labelled(SIZE, 0)[1] | {"table": torch.randn(SIZE, WIDTH)}
+    refuse(Written(forward, last=torch.nn.Linear(WIDTH, CLASSES)), r"embedding.* at .*test_thresholds.py:\d+", given)
