@@ -27,6 +27,8 @@ KEPT = {
     "elastic/test_slow_ranks.py::test_what_concerns_all_ranks_or_single_steps_names_nobody": 6,
     "elastic/test_snapshots.py::test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it": 0,
     "elastic/test_snapshots.py::test_snapshots_go_on_while_a_checkpoint_is_written": 0,
+    "evidence/test_drawn_mixing.py::test_counts_are_refused_before_they_change_anything": 4,
+    "evidence/test_drawn_mixing.py::test_it_is_plain_pytorch_up_to_the_step_that_says_so": 6,
     "graph/test_batch_dims.py::test_a_language_model_hands_its_state_from_call_to_call": 0,
     "graph/test_batch_values.py::test_a_count_is_that_of_the_whole_batch": 3,
     "graph/test_blocks.py::test_a_stage_a_block_gives_the_bits_of_the_plain_model": 5,

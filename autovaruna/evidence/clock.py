@@ -48,8 +48,9 @@ class Clock:
         self._seen.update(kinds)
         self.num_looks += 1
         self._step_seconds = step_seconds or self._step_seconds
-        num_paid = math.ceil((self._spent + max(seconds)) / max(self._share * self._step_seconds, 1e-9))
-        self._due = max(self._due, num_paid if num_paid > _IN_ADVANCE else 0)
+        if self._step_seconds:
+            num_paid = math.ceil((self._spent + max(seconds)) / max(self._share * self._step_seconds, 1e-9))
+            self._due = max(self._due, num_paid if num_paid > _IN_ADVANCE else 0)
 
     def is_new(self, key: str) -> bool:
         """Whether no step of a kind has been looked at, and some have begun at most."""

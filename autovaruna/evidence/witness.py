@@ -6,7 +6,7 @@ The samples, what came back for them, weights, state and precision are those of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, reduce
 from itertools import combinations
 from math import gcd
@@ -42,6 +42,7 @@ class StageWitness:
     def __init__(self, stage: StageModule, traced: TracedModel, model: nn.Module, device: torch.device) -> None:
         self.rows = StageRows(stage, traced)
         self._traced, self._model, self._device = traced, model, device
+        self._num_looks = 0
 
     def refusal(self, parts: Sequence[Observed], terms: Terms) -> AutoVarunaError | None:
         """Returns why the stage cannot run in micro-batches: they make other numbers; None: they do not.
@@ -68,7 +69,11 @@ class StageWitness:
         for given in self._given(parts, terms):
             for size, first in _cuts(given.size):
                 try:
-                    return self._tried(given, terms, size, first)
+                    found = self._tried(given, terms, size, first)
+                    if found is None and size < MOST_SAMPLES:  # a few may be in order by chance
+                        with suppress(UntriedError):
+                            return self._tried(self.rows.taken(given, range(size)[::-1], terms), terms, size, first)
+                    return found
                 except UntriedError as untried:
                     error = untried
         raise error
@@ -86,22 +91,18 @@ class StageWitness:
         return reduce(partial(self.rows.join, terms=terms), parts)
 
     def _with_counts(self, parts: Sequence[Observed], terms: Terms) -> AutoVarunaError | None:
-        """Looks at several cuts: counts of one may make up those of the whole by chance, or change nothing so far."""
+        """Looks at several cuts, later at one in turn: counts may make up those of the whole by chance, or so far."""
         every = self._joined(parts, terms)
         size = min(terms.num_samples, MOST_COUNTED)
         if every.size < size:
             every = self.rows.taken(every, [place % every.size for place in range(size)], terms)
         size, error = every.size, None
-        num = max(1, size // 4)
-        uneven = [*range(size)][: -num - 1 : -1] + [0] * (size - num)
         places = sorted({max(1, size // part) for part in (2, 3, 5)})
-        mixed = [*range(0, size, 2), *range(1, size, 2)]
-        for first in places:
-            error = error or self._tried(every, terms, size, first)
-        for order, firsts in ((mixed, places[-1:]), (uneven, places)):
-            for first in firsts if error is None else ():
-                with suppress(UntriedError):  # it may not take them
-                    error = error or self._tried(self.rows.taken(every, order, terms), terms, size, first)
+        cuts = [*((range(size), place) for place in places), ([*range(0, size, 2), *range(1, size, 2)], places[-1])]
+        is_first, self._num_looks = not self._num_looks, self._num_looks + 1
+        for order, place in cuts if is_first else [cuts[self._num_looks % len(cuts)]]:
+            with nullcontext() if order == range(size) else suppress(UntriedError):  # it may not take another order
+                error = error or self._tried(self.rows.taken(every, order, terms), terms, size, place)
         return error
 
     def _tried(self, observed: Observed, terms: Terms, size: int, first: int) -> AutoVarunaError | None:
@@ -280,6 +281,8 @@ class _ComparedSamples:
             for node in reversed(whole.of_values)
             if not join(node, [run.of_values.get(node) for run in runs], is_gradient=True)
         ]
+        if not back:
+            back = [node for node, name in self._of.state.items() if f"the gradient of {name}" in wrong]
         kind = None if self._terms.is_free else "sum" if self._terms.is_sum else "mean"
         return refusal(self._traced, self._model, self._size, wrong, (bad, back, ends), kind)
 

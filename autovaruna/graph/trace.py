@@ -20,6 +20,7 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.interpret import steady_state
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.refusals import refuse_mixing
+from autovaruna.graph.batch.thresholds import thresholds
 from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
@@ -177,6 +178,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Trac
             steady_state=steady,
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
+            thresholds=thresholds(known, orders.values, set(joining)) if options.is_parted else (),
         )
 
 

@@ -187,11 +187,23 @@ def _classify_one(
 
 def _merge_of(node: fx.Node, graph: KnownGraph) -> Merge:
     """Returns how a number that is no mean becomes that of the batch: some are the greatest or least of it."""
-    while node.args and isinstance(node.args[0], fx.Node) and (has(node, Trait.SAME_NUMBER) or node.target is getitem):
+    is_not = False
+    while node.args and isinstance(node.args[0], fx.Node) and (_passes(node) or _is_not(node)):
+        is_not ^= _is_not(node)
         node = node.args[0]
     merge, source = operator_of(node).merge, node.args[0] if node.args else None
-    is_of_samples = isinstance(source, fx.Node) and graph.sizes.has_samples(source)
-    return merge if is_of_samples and merge in (Merge.LARGEST, Merge.SMALLEST) else Merge.SUM
+    if not isinstance(source, fx.Node) or not graph.sizes.has_samples(source):
+        return Merge.SUM
+    turned = {Merge.LARGEST: Merge.SMALLEST, Merge.SMALLEST: Merge.LARGEST}
+    return (turned[merge] if is_not else merge) if merge in turned else Merge.SUM
+
+
+def _passes(node: fx.Node) -> bool:
+    return has(node, Trait.SAME_NUMBER) or node.target is getitem
+
+
+def _is_not(node: fx.Node) -> bool:
+    return name_of(node) in ("logical_not", "bitwise_not") and node.meta["val"].dtype is torch.bool
 
 
 def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:
@@ -225,6 +237,22 @@ def _multiplied(node: fx.Node) -> list[fx.Node]:
     ]
 
 
+@dataclass(frozen=True)
+class Threshold:
+    """A node that makes something else of a count above a number; or, without `rows`, of places in the batch.
+
+    Attributes:
+        number: by the size of the batch, or not; NaN: it is not known.
+        rows: how many elements of a sample may count.
+        meets_samples: whether something with a row for each sample is made of it.
+    """
+
+    node: str
+    number: Any = 0.0
+    rows: int = 0
+    meets_samples: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedModel(KnownGraph):
     """A model as a graph that can be cut.
@@ -234,6 +262,7 @@ class TracedModel(KnownGraph):
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
         joins_counts: nodes that join counts of several samples.
+        thresholds: what may be other in a batch of more samples.
     """
 
     graph: Graph
@@ -243,6 +272,7 @@ class TracedModel(KnownGraph):
     steady_state: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
+    thresholds: tuple[Threshold, ...] = ()
 
     @cached_property
     def key(self) -> str:

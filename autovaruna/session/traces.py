@@ -15,6 +15,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import AutoVarunaError, InputError, RankError
 from autovaruna.evidence.verify import compare
 from autovaruna.graph.batch.refusals import refuse_other_losses, refuse_single_values
+from autovaruna.graph.batch.thresholds import refuse_thresholds
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
@@ -135,6 +136,8 @@ class Traces:
             if is_parted:
                 self._refuse_synchronised_norms()
                 self._refuse_other_losses(traced)
+                is_exact = self._settings.batch_statistics == "exact" and not self._settings.micro_batch_weight
+                refuse_thresholds(traced, batch.num_samples, type(self._model).__qualname__, is_exact)
             self._checked.add((traced.key, sizes, is_parted))
         return traced
 

@@ -1,6 +1,6 @@
 """Draws models in which samples begin to meet at some step: each gives plain PyTorch's numbers up to that, and says so.
 
-The analysis sees nothing here, so that the steps alone tell.
+Once the analysis sees nothing, so that the steps alone tell; counts it has to see before a step can.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from tests.reference import sgd
 from tests.session.training import on_ranks, pipeline
 
 assert _blind  # a fixture
-pytestmark = pytest.mark.usefixtures("_blind")
 STEPS, SAMPLES, WIDTH = 3, 12, 6
 Act = Callable[[Tensor], Tensor]
 MEETING: dict[str, Act] = {
@@ -33,6 +33,14 @@ MEETING: dict[str, Act] = {
     "cumsum": lambda h: h.cumsum(0),
     "order": lambda h: h[h[:, 0].argsort()],
     "neighbour": lambda h: h.roll(1, 0),
+}
+COUNTING: dict[str, Act] = {
+    "rank": lambda h: h * (h[:, 0].argsort().argsort() < h.shape[0] - 2)[:, None],
+    "first": lambda h: h * ((h[:, 0] > 0).cumsum(0) < 5)[:, None],
+    "places": lambda h: h * (torch.arange(h.shape[0]) < 8)[:, None],
+    "most": lambda h: torch.where((h.argmax(1) == 0).sum() > 3, h, 2 * h),
+    "outliers": lambda h: h * (h.abs() < 2 * h.std()),
+    "best": lambda h: h - h[h[:, 0].argmax()],
 }
 ALONE: dict[str, Act] = {
     "softmax": lambda h: h.softmax(1),
@@ -55,10 +63,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Drawn(nn.Module):
     """Runs drawn acts one after the other; what lets samples meet has a share that the script may change."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, meeting: dict[str, Act]) -> None:
         super().__init__()
         self.acts = [chance.choice([*ALONE.values()]) for _ in range(chance.randint(1, 3))]
-        self.meeting = chance.choice([*MEETING.values()])
+        self.meeting = chance.choice([*meeting.values()])
         self.place, self.loss = chance.randrange(len(self.acts)), chance.choice([*LOSSES.values()])
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(len(self.acts) + 1))
         self.register_buffer("share", torch.zeros(()))
@@ -82,11 +90,25 @@ def train(model: Any, net: Drawn, optimizer: Any, active: int, losses: list[floa
         losses.append(loss.item())
 
 
-@pytest.mark.parametrize("seed", some(range(1000), 6))
+@pytest.mark.parametrize("seed", some(range(1000), 100))
+@pytest.mark.usefixtures("_blind")
 def test_it_is_plain_pytorch_up_to_the_step_that_says_so(seed: int) -> None:
+    active, expected, losses = trained(seed, MEETING)
+    assert all(found == pytest.approx(expected[:active], rel=1e-4) for found in losses)
+
+
+@pytest.mark.parametrize("seed", some(range(200), 20))
+def test_counts_are_refused_before_they_change_anything(seed: int) -> None:
+    active, expected, losses = trained(seed, COUNTING)
+    for found in losses:
+        assert found == pytest.approx(expected[: len(found)], rel=1e-4) and len(found) <= active
+
+
+def trained(seed: int, meeting: dict[str, Act]) -> tuple[int, list[float], list[list[float]]]:
+    """Trains a drawn model; returns the step at which samples meet, plain PyTorch's losses, and those of each rank."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
-    net, active = Drawn(chance), chance.randint(0, STEPS)  # at the last one never
+    net, active = Drawn(chance, meeting), chance.randint(0, STEPS)  # at the last one never
     plain, expected = copy.deepcopy(net), list[float]()
     train(plain, plain, sgd(plain.parameters()), active, expected)
     every = {"recheck_trace": 0.99}  # however long a step takes here
@@ -96,10 +118,8 @@ def test_it_is_plain_pytorch_up_to_the_step_that_says_so(seed: int) -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
         train(model, model.module, optimizer, active, losses[rank])  # type: ignore[arg-type]
 
-    if active < STEPS:
-        with pytest.raises(AutoVarunaError, match=r"(mixes the samples|no mean over).* at .*test_drawn_mixing.py:\d+"):
-            on_ranks(setup, net, run)
-    else:
+    is_refused = active < STEPS or meeting is COUNTING
+    words = r"(mixes the samples|no mean over).* at .*test_drawn_mixing.py:\d+"
+    with pytest.raises(AutoVarunaError, match=words) if is_refused else nullcontext():
         on_ranks(setup, net, run)
-    for found in losses:
-        assert found == pytest.approx(expected[:active], rel=1e-4)
+    return active, expected, losses

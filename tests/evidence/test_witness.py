@@ -109,6 +109,7 @@ ALONE["time first"] = lambda m, x, mark, y: m.loss(
 def _blind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the analysis find nothing."""
     monkeypatch.setattr(tracing, "refuse_mixing", lambda *args: [])
+    monkeypatch.setattr(tracing, "thresholds", lambda *args: ())
     monkeypatch.setattr(traces, "refuse_other_losses", lambda *args: None)
     yield
 
@@ -293,3 +294,11 @@ def test_a_step_is_looked_at_often_at_first_and_seldom_later() -> None:
     took: dict[str, Any] = {"seconds": [8.0], "step_seconds": 1.0, "trace_seconds": 0.0}
     looks = [step for step in range(1, 2001) if dear.begin("graph") and not dear.record("graph", **took)]
     assert looks == [1, 2, 1600]
+
+
+def test_a_step_whose_time_is_not_known_yet_does_not_put_off_the_next_look() -> None:
+    """Once, a plan that the script gave said nothing of it, and the second look came after a million steps."""
+    clock = Clock(0.01, 0.0)
+    assert clock.begin("graph")
+    clock.record("graph", seconds=[0.3], step_seconds=0.0, trace_seconds=0.0)
+    assert clock.begin("graph")

@@ -257,6 +257,6 @@ def _picking(node: fx.Node, sizes: Sizes) -> list[fx.Node]:
     """Returns the numbers by which a node picks along the batch."""
     given = arguments(node)
     indices = given.get("indices", given.get("index"))
-    pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given["dim"], indices)]
+    pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given.get("dim", 0), indices)]
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     return [index for dim, index in pairs if isinstance(index, fx.Node) and sizes.grows(shape[dim])]

@@ -346,6 +346,7 @@ class _CountedMeans:
         mean = self._add.before(after, aten.div.Tensor, node, made)
         if dtype in _HALF:
             mean = self._add.before(after, aten.to.dtype, mean, dtype)
+        mean.meta |= {name: node.meta[name] for name in _KEPT if name in node.meta}
         self._facts[mean.name] = replace(self._facts[mean.name], makes=memory)
         for user in users:
             user.replace_input_with(node, mean)
