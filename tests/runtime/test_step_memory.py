@@ -6,25 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autovaruna.runtime.executor import Stash, compact
+from autovaruna.runtime.executor import compact
 from tests.catalogue import PLAIN
 from tests.reference import compare, plain_steps, sgd
 from tests.session.training import Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_stash_gives_back_what_it_took_and_lets_go_of_it(device: str) -> None:
-    tensors = {"a": torch.randn(3, 4, device=device).t(), "b": torch.arange(5, device=device), "c": torch.ones(1)}
-    stash = Stash(tensors, is_offloaded=True)
-    taken = stash.pop()
-    assert taken.keys() == tensors.keys() and stash.pop() == {}
-    for name, tensor in tensors.items():
-        assert torch.equal(taken[name], tensor)
-        assert (taken[name].device, taken[name].stride()) == (tensor.device, tensor.stride())
 
 
 def test_training_with_offload_is_training() -> None:

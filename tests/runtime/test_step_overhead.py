@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.mail import Mail, MessageKind, Stream
-from autovaruna.runtime.remote_parameter import RemoteTensor
 from tests.catalogue import PLAIN
-from tests.rank_threads import make_worlds
 from tests.reference import sgd
 from tests.session.training import Setup, train
 
@@ -36,44 +31,6 @@ def calls_of_python(act: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return num_calls
-
-
-def test_a_message_takes_few_calls() -> None:
-    """It took 66, and then 50, most of them to look at one tensor again and again."""
-    mails = [Mail(world, torch.device("cpu")) for world in make_worlds(2)]
-    kind, tensor = MessageKind("graph", Stream(0, 1, 0), 4), torch.randn(4, 3)
-
-    def message() -> None:
-        mails[1].expect(kind)
-        mails[0].send([tensor], kind)
-        assert mails[1].receive(kind)[0] is not None
-
-    message()
-    assert calls_of_python(message) <= 32
-
-
-def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question goes through Python, for each parameter that other ranks hold."""
-    asked: list[str] = []
-    running = threading.local()
-    run, answer = Engine.run, RemoteTensor.__dict__["__torch_function__"].__func__
-
-    def noted_run(self: Engine, *args: Any) -> Any:
-        running.is_on = True
-        try:
-            return run(self, *args)
-        finally:
-            running.is_on = False
-
-    def noted_answer(cls: type, func: Any, *rest: Any) -> Any:
-        if getattr(running, "is_on", False):
-            asked.append(str(func))
-        return answer(cls, func, *rest)
-
-    monkeypatch.setattr(Engine, "run", noted_run)
-    monkeypatch.setattr(RemoteTensor, "__torch_function__", classmethod(noted_answer))
-    train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, step) for step in range(3)], sgd)
-    assert asked == []
 
 
 def each_step(
