@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.guards import Guards
-from autovaruna.graph.tree import HidingLeaf, Undelivered, words
+from autovaruna.graph.tree import HidingLeaf, Undelivered, flatten, words
 from tests.catalogue.small import Written
 from tests.graph.models import call_of, traced
 
@@ -155,6 +155,12 @@ class Plain:
 
     def __init__(self, held: Any) -> None:
         self.held = held
+
+
+def test_a_class_of_the_users_own_is_taken_apart_and_put_together() -> None:
+    value = [Answer(ROWS, {"deep": Answer(NUMBERS)}, "kept")]
+    tensors, tree = flatten(value)
+    assert [id(each) for each in tensors] == [id(ROWS), id(NUMBERS)] and tree.unflatten(tensors) == value
 
 
 @pytest.mark.parametrize("use", [lambda it: it.layers, lambda it: it[0], list, len])
