@@ -71,17 +71,6 @@ def test_every_step_of_the_ideal_is_counted_once(seed: int):
     assert sum(parts) == pytest.approx(result.ideal_steps, rel=1e-9)
 
 
-@pytest.mark.parametrize("fault", ["kill", "loss", "two losses"])
-def test_a_failure_every_ten_minutes_leaves_97_percent(fault: str):
-    """Oobleck (Jang et al., SOSP 2023) keeps 95.5 %."""
-    rows = [Change(0, 3)]
-    for start in range(600, 86_400, 600):
-        faults = {"kill": [Change(start, 3, "kill")], "loss": [Change(start, 2), Change(start + 60, 3)]}
-        rows += faults.get(fault, [Change(start, 2 if start % 1200 else 3)])
-    result = replay([*rows, Change(86_400, 0)], STEPS, FaultCosts(kill_seconds=6.0, loss_seconds=6.0))
-    assert 0.97 <= result.of_ideal(result.done_steps) < 0.995
-
-
 def test_a_trace_is_read_with_or_without_names_and_comments(tmp_path: Path):
     file = tmp_path / "trace.csv"
     file.write_text("# of a week in May\nseconds, hosts, event\n0, 3,\n\n60.5,3,kill\n# two leave\n90,1,notice\n")
