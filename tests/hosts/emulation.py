@@ -31,7 +31,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"
 HOME = "/run/home"
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 """The longest wait for anything that the harness itself does."""
 POLL_SECONDS = 0.02
 TOOLS = {
