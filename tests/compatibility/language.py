@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.compatibility.script import Share, Wrap, descend, normal, script, whole
+from tests.compatibility.script import Share, Wrap, descend, script, whole
 
 WORDS, WIDTH, BATCH, STEPS = 40, 16, 6, 3
 
@@ -113,38 +112,6 @@ def low_rank_adaptation(wrap: Wrap, share: Share) -> None:
         descend(optimizer, F.cross_entropy(logits.reshape(-1, WORDS), tokens[:, 1:].reshape(-1)))
 
 
-class PackedLSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.size(1))[0]
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-        self.lstm, self.out = PackedLSTM(), nn.Linear(2 * WIDTH, 5)
-
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        return self.out(self.lstm(self.embed(words), lengths))
-
-
-@script("the packing, the LSTM and the padding are a submodule, which is kept whole")
-def tagging(wrap: Wrap, share: Share) -> None:
-    """Bidirectional LSTM over packed sequences, Adam with AMSGrad, loss of words that are there outside of it."""
-    model: Any = Tagger()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True, eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        words, lengths = share(whole(step, WORDS - 1, BATCH, 7) + 1), share(torch.tensor([7, 4, 6, 2, 5, 7]))
-        tags = share(whole(step + 50, 5, BATCH, 7))
-        descend(optimizer, F.cross_entropy(model(words, lengths).transpose(1, 2), tags))
-
-
 class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -173,40 +140,6 @@ def translation(wrap: Wrap, share: Share) -> None:
         target = share(whole(step + 30, WORDS - 1, BATCH, 7) + 1)
         logits = model(source, target[:, :-1])
         descend(optimizer, criterion(logits.reshape(-1, WORDS), target[:, 1:].reshape(-1)))
-
-
-class SequenceToSequence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.encoder = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.cell, self.mix = nn.GRUCell(2 * WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        memory, state = self.encoder(self.embed(source))
-        hidden, outputs = state.squeeze(0), []
-        for t in range(target.size(1)):
-            weights = torch.bmm(memory, hidden.unsqueeze(2)).softmax(1)
-            context = torch.sum(weights * memory, 1)
-            hidden = self.cell(torch.cat([self.embed(target[:, t]), context], 1), hidden)
-            outputs.append(self.out(torch.tanh(self.mix(torch.cat([hidden, context], 1)))))
-        return torch.stack(outputs, 1)
-
-
-@script()
-def attention_by_steps(wrap: Wrap, share: Share) -> None:
-    """A GRU with attention, unrolled in Python, clipped by value, with RMSprop."""
-    model: Any = SequenceToSequence()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        source, target = share(whole(step, WORDS, BATCH, 5)), share(whole(step + 9, WORDS, BATCH, 5))
-        logits = model(source, target[:, :-1])
-        loss = F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), target[:, 1:].flatten())
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
-        optimizer.step()
 
 
 class Experts(nn.Module):
@@ -246,23 +179,6 @@ def bag_of_words(wrap: Wrap, share: Share) -> None:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = F.cross_entropy(model(share(whole(step, WORDS, BATCH, 5))), share(whole(step + 9, 3, BATCH)))
-        descend(optimizer, loss)
-
-
-@script()
-def distillation(wrap: Wrap, share: Share) -> None:
-    """A small model learns from a teacher that stays plain PyTorch, by KL divergence and labels."""
-    torch.manual_seed(3)
-    teacher = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 5)).eval()
-    model: Any = nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = share(normal(step, BATCH, WIDTH)), share(whole(step, 5, BATCH))
-        with torch.no_grad():
-            soft = F.softmax(teacher(x) / 2, -1)
-        logits = model(x)
-        loss = F.kl_div(F.log_softmax(logits / 2, -1), soft, reduction="batchmean") * 4 + F.cross_entropy(logits, y)
         descend(optimizer, loss)
 
 

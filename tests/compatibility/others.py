@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from tests.compatibility.script import ONE_GRAPH, Share, Wrap, descend, normal, script, whole
+from tests.compatibility.script import Share, Wrap, descend, normal, script, whole
 
 BATCH, STEPS = 6, 3
 
@@ -37,29 +37,6 @@ def speech_recognition(wrap: Wrap, share: Share) -> None:
         chances = model(sound).transpose(0, 1)
         sizes = torch.full((len(sound),), 12), torch.full((len(sound),), 4)
         descend(optimizer, F.ctc_loss(chances, letters, *sizes))
-
-
-class GraphNetwork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 16), nn.Linear(16, 4)
-
-    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
-        hidden = F.relu(adjacency @ self.first(nodes))
-        return F.log_softmax(adjacency @ self.second(hidden), 1)
-
-
-@script(ONE_GRAPH, is_replicated=True)
-def graph_convolution(wrap: Wrap, share: Share) -> None:
-    """One whole graph in each call, a loss over some of its nodes."""
-    model: Any = GraphNetwork()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4, eps=1e-4)
-    model = wrap(model, optimizer, num_micro_batches=1, dynamic_batch=False)
-    nodes, labels, known = normal(0, 11, 7), whole(0, 4, 11), torch.arange(5)
-    adjacency = (normal(1, 11, 11) > 0.5).float() + torch.eye(11)
-    adjacency = adjacency / adjacency.sum(1, keepdim=True)
-    for _ in range(STEPS):
-        descend(optimizer, F.nll_loss(model(nodes, adjacency)[known], labels[known]))
 
 
 @script()
@@ -91,33 +68,6 @@ def policy_gradient(wrap: Wrap, share: Share) -> None:
             chances = Categorical(model(seen))
             losses.append(-chances.log_prob(torch.tensor([move % 2])) * (1.0 + move))
         descend(optimizer, torch.cat(losses).sum())
-
-
-class Recommender(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.items = nn.Embedding(20, 8), nn.Embedding(30, 8)
-        self.user_bias, self.item_bias = nn.Embedding(20, 1), nn.Embedding(30, 1)
-        self.deep = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        u, i = self.users(user), self.items(item)
-        wide = (u * i).sum(1) + self.user_bias(user).squeeze(1) + self.item_bias(item).squeeze(1)
-        return wide + self.deep(torch.cat([u, i], 1)).squeeze(1)
-
-
-@script()
-def recommendation(wrap: Wrap, share: Share) -> None:
-    """Factors of users and items and a deep part, with a positive weight, two groups with rates of their own."""
-    model: Any = Recommender()
-    tables = [*model.users.parameters(), *model.items.parameters()]
-    rest = [p for p in model.parameters() if all(p is not table for table in tables)]
-    optimizer = torch.optim.Adam([{"params": tables, "lr": 1e-2}, {"params": rest}], lr=1e-3, eps=1e-4)
-    criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        user, item = share(whole(step, 20, BATCH)), share(whole(step + 9, 30, BATCH))
-        descend(optimizer, criterion(model(user, item), share(whole(step + 99, 2, BATCH).float())))
 
 
 @script()
@@ -177,18 +127,6 @@ def differential_equation(wrap: Wrap, share: Share) -> None:
     for step in range(STEPS):
         descend(optimizer, F.mse_loss(model(share(normal(step, BATCH, 3))), share(normal(step + 9, BATCH, 2))))
         schedule.step()
-
-
-@script(refusal=r"(?s)second derivative|create_graph")
-def physics_informed(wrap: Wrap, share: Share) -> None:
-    """A derivative of the output by the input, with a graph of its own, in the loss outside of the model."""
-    model: Any = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model = wrap(model, optimizer)
-    x = share(normal(0, BATCH, 1)).requires_grad_()
-    u = model(x)
-    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    descend(optimizer, (slope + u).square().mean())
 
 
 @script()

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from autovaruna import keep_whole
-from tests.catalogue.structure import StraightThrough
 from tests.compatibility.script import ONE_GRAPH, Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
@@ -46,46 +44,6 @@ def thawing(wrap: Wrap, share: Share) -> None:
         descend(optimizer, F.cross_entropy(model(x), y))
 
 
-@torch.jit.script
-def without_even(words: Tensor) -> Tensor:
-    """Replaces even words."""
-    kept = words.clone()
-    for row in kept:
-        for k in range(row.numel()):
-            if row[k] % 2 == 0:
-                row[k] = 1
-    return kept
-
-
-@keep_whole
-def by_length(hidden: Tensor, words: Tensor) -> Tensor:
-    """Averages over the places up to the last word that is not 1."""
-    ends = [max([k + 1 for k, word in enumerate(row) if word != 1], default=1) for row in words.tolist()]
-    return torch.stack([row[:end].mean(0) for row, end in zip(hidden, ends, strict=True)])
-
-
-@script(change="`@keep_whole` on the function that goes by numbers; that of torch.jit.script stays as it is")
-def functions_by_numbers(wrap: Wrap, share: Share) -> None:
-    """Functions whose Python goes by the numbers in tensors: one of torch.jit.script, one plain."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.body = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.out = nn.Linear(WIDTH, CLASSES)
-
-        def forward(self, words: Tensor) -> Tensor:
-            words = without_even(words)
-            return self.out(by_length(torch.tanh(self.body(self.embed(words))), words))  # type: ignore[no-any-return]
-
-    model: Any = Words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        words, y = share(whole(step, 20, BATCH, 6)), share(whole(step, CLASSES, BATCH))
-        descend(optimizer, F.cross_entropy(model(words), y))
-
-
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,20 +69,6 @@ def two_tasks(wrap: Wrap, share: Share) -> None:
 
 
 @script()
-def two_backwards(wrap: Wrap, share: Share) -> None:
-    """Two losses, each with a backward of its own over one graph."""
-    model: Any = TwoHeads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
-    for x, y in batches(share):
-        out = model(x)
-        optimizer.zero_grad()
-        F.cross_entropy(out["classes"], y).backward(retain_graph=True)
-        (out["depth"].square().mean() + 0 * out["spread"].sum()).backward()
-        optimizer.step()
-
-
-@script()
 def loop_by_hand(wrap: Wrap, share: Share) -> None:
     """No optimizer: weights are changed in place by the loop, as tutorials do."""
     model: Any = layers()
@@ -137,40 +81,6 @@ def loop_by_hand(wrap: Wrap, share: Share) -> None:
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight -= 0.1 * weight.grad
-
-
-@script()
-def closure(wrap: Wrap, share: Share) -> None:
-    """The optimizer calls the loss itself."""
-    model: Any = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
-    for x, y in batches(share):
-
-        def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            value = F.cross_entropy(model(x), y)
-            value.backward()
-            return value
-
-        optimizer.step(loss)
-
-
-class Binary(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, StraightThrough.apply(self.weight, 1.0), self.bias)
-
-
-@script()
-def binary_weights(wrap: Wrap, share: Share) -> None:
-    """Straight-through gradients by an autograd.Function of weights, which are clamped after each step."""
-    model: Any = layers(Binary(WIDTH, WIDTH), nn.Hardtanh())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-    model = wrap(model, optimizer)
-    for x, y in batches(share):
-        descend(optimizer, F.cross_entropy(model(x), y))
-        for weight in model.parameters():
-            weight.data.clamp_(-1, 1)
 
 
 class Frugal(nn.Module):
@@ -187,49 +97,12 @@ class Frugal(nn.Module):
 
 @script()
 def gradient_checkpointing(wrap: Wrap, share: Share) -> None:
-    """torch.utils.checkpoint in forward, and Lion as people write it."""
-
-    class Lion(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                    state = self.state[p]
-                    if len(state) == 0:
-                        state["mean"] = torch.zeros_like(p)
-                    update = state["mean"] * group["betas"][0] + p.grad * (1 - group["betas"][0])
-                    p.add_(torch.tanh(update * 1e3), alpha=-group["lr"])
-                    state["mean"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
-
+    """torch.utils.checkpoint in forward."""
     model: Any = Frugal()
-    optimizer = Lion(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
     for x, y in batches(share):
         descend(optimizer, F.cross_entropy(model(x), y))
-
-
-@script()
-def own_target(wrap: Wrap, share: Share) -> State:
-    """An online network with a predictor follows a slow copy of itself (BYOL), updated parameter by parameter."""
-    online: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-    optimizer = torch.optim.SGD(online.parameters(), lr=0.1, momentum=0.9)
-    online = wrap(online, optimizer)
-    slow = copy.deepcopy(online)
-    for step in range(STEPS):
-        first, second = share(normal(step, BATCH, WIDTH)), share(normal(step + 9, BATCH, WIDTH))
-        with torch.no_grad():
-            goal = F.normalize(slow(second), dim=-1)
-        descend(optimizer, 2 - 2 * (F.normalize(online(first), dim=-1) * goal).sum(-1).mean())
-        with torch.no_grad():
-            for weight, average in zip(online.parameters(), slow.parameters(), strict=True):
-                average.data = average.data * 0.9 + weight.data * 0.1
-    return slow.state_dict()
 
 
 @script(
@@ -282,16 +155,6 @@ def gradient_penalty(wrap: Wrap, share: Share) -> None:
     descend(optimizer, out.mean() + 10 * (slope.norm(2, 1) - 1).square().mean())
 
 
-@script(refusal=r"norm|weight_decay|penalt")
-def penalty_outside(wrap: Wrap, share: Share) -> None:
-    """The squares of all weights are added to the loss outside of the model."""
-    model: Any = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
-    for x, y in batches(share):
-        descend(optimizer, F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters()))
-
-
 class Flow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -342,58 +205,6 @@ def angular_margin(wrap: Wrap, share: Share) -> None:
     model = wrap(model, optimizer)
     for x, y in batches(share):
         descend(optimizer, model(x, y))
-
-
-class Points(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(8, 9))
-        self.features, self.head = nn.Conv1d(3, 16, 1), nn.Linear(16, CLASSES)
-
-    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        batch = points.size()[0]
-        turn = self.turn(points).view(-1, 3, 3) + torch.eye(3).repeat(batch, 1, 1)
-        moved = torch.bmm(points.transpose(2, 1), turn).transpose(2, 1)
-        return F.log_softmax(self.head(torch.max(F.relu(self.features(moved)), 2)[0]), -1), turn
-
-
-@script()
-def point_clouds(wrap: Wrap, share: Share) -> None:
-    """A PointNet whose transformation is kept near orthogonal by a term outside of the model."""
-    model: Any = Points()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        chances, turn = model(share(normal(step, BATCH, 3, 10)))
-        loss = F.nll_loss(chances, share(whole(step, CLASSES, BATCH)))
-        near = torch.mean(torch.norm(torch.bmm(turn, turn.transpose(2, 1)) - torch.eye(3), dim=(1, 2)))
-        descend(optimizer, loss + 0.01 * near)
-
-
-class Captions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.see = nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8))
-        self.embed, self.lstm, self.out = nn.Embedding(20, 8), nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 20)
-
-    def forward(self, image: Tensor, words: Tensor) -> Tensor:
-        start = self.see(image).unsqueeze(1)
-        return self.out(self.lstm(torch.cat((start, self.embed(words)), 1))[0])
-
-
-@script()
-def captions(wrap: Wrap, share: Share) -> None:
-    """A convolutional encoder and an LSTM decoder, an optimizer of the decoder and one layer of the encoder."""
-    model: Any = Captions()
-    chosen = [*model.lstm.parameters(), *model.embed.parameters(), *model.out.parameters(), *model.see[3].parameters()]
-    optimizer = torch.optim.Adam(chosen, lr=1e-2, eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        image, words = share(normal(step, BATCH, 1, 8, 8)), share(whole(step, 20, BATCH, 5))
-        loss = F.cross_entropy(model(image, words[:, :-1]).reshape(-1, 20), words.reshape(-1))
-        model.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 @script(ONE_GRAPH, is_replicated=True)

@@ -185,33 +185,6 @@ def adversarial_networks(wrap: Wrap, share: Share) -> None:
         first.step()
 
 
-class Twin(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(100, 8))
-        self.head = nn.Linear(16, 1)
-
-    def once(self, x: Tensor) -> Tensor:
-        return self.body(x).view(x.size()[0], -1)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.sigmoid(self.head(torch.cat((self.once(first), self.once(second)), 1)))
-
-
-@script()
-def siamese_network(wrap: Wrap, share: Share) -> None:
-    """One network used twice in a call, binary cross entropy of its squeezed output, Adadelta, StepLR."""
-    model: Any = Twin()
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = share(normal(step, BATCH, 1, 12, 12)), share(normal(step + 9, BATCH, 1, 12, 12))
-        target = share(whole(step, 2, BATCH).float())
-        descend(optimizer, F.binary_cross_entropy(model(x, y).squeeze(), target))
-        schedule.step()
-
-
 class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -245,32 +218,3 @@ def detection(wrap: Wrap, share: Share) -> None:
         held = labels[..., 0]
         regression = (F.smooth_l1_loss(out["boxes"], target, reduction="none").sum(-1) * held).mean()
         descend(optimizer, focal + regression)
-
-
-@script()
-def super_resolution(wrap: Wrap, share: Share) -> None:
-    """Sub-pixel convolution, orthogonal initialisation, mean squared error, in double precision."""
-    layers = (nn.Conv2d(1, 8, 5, 1, 2), nn.ReLU(), nn.Conv2d(8, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 9, 3, 1, 1))
-    model: Any = nn.Sequential(*layers, nn.PixelShuffle(3)).double()
-    for layer in layers[::2]:
-        nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("relu"))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        small, large = share(normal(step, BATCH, 1, 5, 5).double()), share(normal(step, BATCH, 1, 15, 15).double())
-        descend(optimizer, F.mse_loss(model(small), large))
-
-
-@script()
-def adversarial_examples(wrap: Wrap, share: Share) -> None:
-    """Each batch is moved along the sign of its own gradient (FGSM) and trained on."""
-    layers = (nn.Linear(10, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, CLASSES))
-    model: Any = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = share(normal(step, BATCH, 10)), share(whole(step, CLASSES, BATCH))
-        x = x.clone().requires_grad_()
-        F.cross_entropy(model(x), y).backward()
-        moved = (x + 0.1 * x.grad.sign()).detach()
-        descend(optimizer, F.cross_entropy(model(moved), y))

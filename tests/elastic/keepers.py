@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from autovaruna.elastic.link import Link, ping_all
 from autovaruna.ranks.tls import Authority
-from tests.hosts.emulation import wait_for
+from tests.hosts.emulation import WAIT_SECONDS, wait_for
 
 AUTHORITY = Authority()
 Linked = TypeVar("Linked", bound=Link)
@@ -38,4 +38,4 @@ def keeper(
     finally:
         is_over.set()
         link.quit()
-        link.wait(10.0)
+        link.wait(WAIT_SECONDS)

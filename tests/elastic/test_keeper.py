@@ -35,7 +35,7 @@ from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import CheckpointError
 from autovaruna.ranks.tls import Authority, connect
 from tests.elastic.keepers import AUTHORITY, keeper, settings_of
-from tests.hosts.emulation import wait_for
+from tests.hosts.emulation import WAIT_SECONDS, wait_for
 
 pytestmark = pytest.mark.timeout(120)
 REFUSED = (EOFError, ConnectionError)
@@ -129,9 +129,9 @@ def send(link: Link | SimpleNamespace, part: dict[str, Any], pieces: list[bytes]
 
 def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     part = part_in(tmp_path / "slot")
-    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(WAIT_SECONDS)
     assert send(link, asdict(part), [b"wei", b"ghts"]) == b"taken"
-    ((found),) = link.ask("inventory").result(10.0)
+    ((found),) = link.ask("inventory").result(WAIT_SECONDS)
     assert found["attempt"] == 4 and found["place"].startswith("attempt-00004/copy-00001/slot-")
     assert found["part"]["step"] == 3
     for pieces in ([b"weighty"], [b"weights too long"]):
@@ -143,12 +143,12 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
     for name in ("../weights", "/weights", "a/b", ".."):
         with pytest.raises(REFUSED):
             send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
-    assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
+    assert [each["part"]["step"] for each in link.ask("inventory").result(WAIT_SECONDS)] == [3]
     assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
 
 
 def test_what_was_heard_on_the_way_is_of_no_use_a_second_time(link: Link, tmp_path: Path) -> None:
-    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(WAIT_SECONDS)
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as relay, ThreadPoolExecutor(3) as pool:
 
@@ -172,13 +172,13 @@ def test_what_was_heard_on_the_way_is_of_no_use_a_second_time(link: Link, tmp_pa
         again.sendall(heard)
         while again.recv(4096):
             pass
-    assert not link.ask("inventory").result(10.0)
+    assert not link.ask("inventory").result(WAIT_SECONDS)
 
 
 def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link, tmp_path: Path) -> None:
     """Once, a part of step 10^9, of rank 0 of 1, was the newest state, and was written over a checkpoint."""
     attempt = tmp_path / "job" / "attempt-00001"
-    link.ask("begin", number=1, num_ranks=1, buddy=None).result(10.0)
+    link.ask("begin", number=1, num_ranks=1, buddy=None).result(WAIT_SECONDS)
     Reporter(attempt / "rank-00000").begin_call(7, False, 0.0)
     for number, (step, num_ranks) in enumerate([(6, 1), (7, 1), (10**9, 1), (8, 2)]):
         part_in(attempt / f"copy-0000{number}" / "slot-0", rank=0, step=step, num_ranks=num_ranks)
@@ -186,20 +186,20 @@ def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link,
 
 
 def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: Path) -> None:
-    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(WAIT_SECONDS)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     pointer = asdict(Pointer("h2", 5, "h2", "there"))
     own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
-    link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
+    link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(WAIT_SECONDS)
     place = tmp_path / "job" / "restore"
     assert sorted(each.name for each in place.iterdir()) == ["others.elsewhere", "state.json", "weights"]
     assert (place / "weights").read_bytes() == b"weights"
     assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
-        link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
-    link.ask("drop", before=2, step=2).result(10.0)
+        link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(WAIT_SECONDS)
+    link.ask("drop", before=2, step=2).result(WAIT_SECONDS)
     assert (tmp_path / "job" / "attempt-00001").exists(), "it has a newer step"
-    link.ask("drop", before=2, step=3).result(10.0)
+    link.ask("drop", before=2, step=3).result(WAIT_SECONDS)
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
 
 
@@ -209,37 +209,37 @@ def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, t
         slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
         slot.mkdir(parents=True)
         (slot / "weights").symlink_to("/dev/full")
-    link.ask("begin", number=4, num_ranks=2, buddy=None).result(10.0)
-    assert not link.ask("ping").result(10.0)["is_full"]
+    link.ask("begin", number=4, num_ranks=2, buddy=None).result(WAIT_SECONDS)
+    assert not link.ask("ping").result(WAIT_SECONDS)["is_full"]
     (tmp_path / "job" / FULL).symlink_to("/nowhere/full")  # so that no file can be made there
     with pytest.raises(REFUSED):
         send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
-    wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
-    link.ask("begin", number=5, num_ranks=1, buddy=None).result(10.0)
-    assert not link.ask("ping").result(10.0)["is_full"]
+    wait_for(lambda: link.ask("ping").result(WAIT_SECONDS)["is_full"], "a full host")
+    link.ask("begin", number=5, num_ranks=1, buddy=None).result(WAIT_SECONDS)
+    assert not link.ask("ping").result(WAIT_SECONDS)["is_full"]
 
 
 def test_copies_that_do_not_arrive_are_told_with_their_reason_and_ranks_go_on_without(
     link: Link, tmp_path: Path
 ) -> None:
     """Once, where hosts had no names, the first snapshot was the last, and no checkpoint was written."""
-    link.ask("begin", number=1, num_ranks=1, buddy=["nowhere.invalid", 1, "h2"]).result(10.0)
+    link.ask("begin", number=1, num_ranks=1, buddy=["nowhere.invalid", 1, "h2"]).result(WAIT_SECONDS)
     reporter = Reporter(tmp_path / "job" / "attempt-00001" / "rank-00000")
     reporter.record_snapshot(0, 3)
-    wait_for(lambda: link.ask("ping").result(10.0)["copy_fault"], "a fault", 30.0)
-    to, why = link.ask("ping").result(10.0)["copy_fault"]
+    wait_for(lambda: link.ask("ping").result(WAIT_SECONDS)["copy_fault"], "a fault")
+    to, why = link.ask("ping").result(WAIT_SECONDS)["copy_fault"]
     assert to == "h2" and "nowhere.invalid" in why
     watch = JobWatch(1)
-    watch.record("h1", link.ask("ping").result(10.0))
+    watch.record("h1", link.ask("ping").result(WAIT_SECONDS))
     assert watch.held_step(["h1", "h2"]) == -1
-    wait_for(lambda: (tmp_path / "job" / "attempt-00001" / ALONE).exists(), "ranks that do not wait", 60.0)
-    watch.record("h1", link.ask("ping").result(10.0))
+    wait_for(lambda: (tmp_path / "job" / "attempt-00001" / ALONE).exists(), "ranks that do not wait")
+    watch.record("h1", link.ask("ping").result(WAIT_SECONDS))
     assert watch.held_step(["h1"]) == 3
 
 
 def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
     others = [["localhost", "127.0.0.1", link.port], ["h2", "127.0.0.1", link.port], ["h3", "nowhere.invalid", 1]]
-    found = link.ask("reach", others=others).result(30.0)
+    found = link.ask("reach", others=others).result(WAIT_SECONDS)
     assert found.keys() == {"h2", "h3"}, "another host, and none"
 
 
@@ -255,11 +255,11 @@ def test_a_state_is_as_old_as_it_is_whatever_the_clock_says(tmp_path: Path, monk
 
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
-    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(WAIT_SECONDS)
     part_in(slots[0], step=6)
     part_in(slots[1], step=7)
     (slots[1] / "weights").write_bytes(b"weighed")
-    assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [6]
+    assert [each["part"]["step"] for each in link.ask("inventory").result(WAIT_SECONDS)] == [6]
 
 
 def keeper_of(job: Path) -> int:
@@ -269,18 +269,18 @@ def keeper_of(job: Path) -> int:
 
 def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
     """Once, where the clock of a host had jumped back, that was so an hour later."""
-    link.ask("begin", number=1, num_ranks=2, buddy=None).result(10.0)
+    link.ask("begin", number=1, num_ranks=2, buddy=None).result(WAIT_SECONDS)
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     second = Link("localhost", settings_of(tmp_path / "job"))
-    second.wait(20.0)
+    second.wait(WAIT_SECONDS)
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
-    assert link.ask("ping").result(10.0)["ranks"] == {}
+    assert link.ask("ping").result(WAIT_SECONDS)["ranks"] == {}
     os.kill(keeper_of(tmp_path / "job"), signal.SIGSTOP)
     os.utime(tmp_path / "job" / LOCK, (time.time() + 3600.0,) * 2)
     wait_for(lambda: link.is_silent, "a silent keeper")
     with keeper(tmp_path / "job") as third:
-        assert [each["part"]["step"] for each in third.ask("inventory").result(10.0)] == [3] and link.is_gone
+        assert [each["part"]["step"] for each in third.ask("inventory").result(WAIT_SECONDS)] == [3] and link.is_gone
 
 
 def test_a_host_on_which_the_script_cannot_run_says_why(tmp_path: Path) -> None:
@@ -290,14 +290,14 @@ def test_a_host_on_which_the_script_cannot_run_says_why(tmp_path: Path) -> None:
     wait_for(lambda: link.is_up, "a keeper")
     assert link.fault.endswith(", 0.1 expected; there is no /nowhere/train.py"), link.fault
     link.quit()
-    link.wait(10.0)
+    link.wait(WAIT_SECONDS)
 
 
 def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
     """And one that is stopped goes on, whichever keeper has started it; once, ranks waited for it."""
     job = tmp_path / "job"
     with keeper(job, has_standby=True) as first:
-        wait_for(lambda: first.is_ready, "a standby process", 40.0)
+        wait_for(lambda: first.is_ready, "a standby process")
         (standby,) = processes_with(str(job / "standby").encode())
         os.kill(standby, signal.SIGSTOP)
         wait_for(lambda: state_of(standby) == "S", "the same one, which goes on")
@@ -307,7 +307,7 @@ def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> No
             wait_for(lambda: state_of(standby) == "S", "the same one, which goes on")
             os.kill(standby, signal.SIGKILL)
             wait_for(lambda: not link.is_ready, "a report")
-            wait_for(lambda: link.is_ready, "another standby process", 40.0)
+            wait_for(lambda: link.is_ready, "another standby process")
     assert not processes_with(str(job / "standby").encode())
 
 
@@ -346,9 +346,9 @@ def test_what_a_host_holds_goes_to_the_keeper_that_comes_in_time(tmp_path: Path)
         (folder / "attempt-00001" / "ranks").write_text("2")
         with keeper(folder) as link:
             assert link.held == (3, 1), "for which others are waited that may have its other parts"
-            assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
-            link.ask("begin", number=2, num_ranks=1, buddy=None).result(10.0)
-            assert ranks[0].wait(10.0) == -signal.SIGKILL, "what is left of a run before is ended"
+            assert [each["part"]["step"] for each in link.ask("inventory").result(WAIT_SECONDS)] == [3]
+            link.ask("begin", number=2, num_ranks=1, buddy=None).result(WAIT_SECONDS)
+            assert ranks[0].wait(WAIT_SECONDS) == -signal.SIGKILL, "what is left of a run before is ended"
             assert ranks[1].poll() is None, "the run goes on of which a keeper alone was lost"
         assert not folder.exists()
     ranks[1].communicate()

@@ -134,7 +134,7 @@ def test_what_a_signal_means_is_for_the_script_to_say(tmp_path: Path, number: si
     with started(tmp_path, script, num_ranks=1) as job:
         read_until(job, "up")
         job.send_signal(number)
-        said, _ = job.communicate(timeout=30)
+        said, _ = job.communicate(timeout=120)
     assert job.returncode == status and "is gone" not in said, said
 
 
@@ -174,7 +174,7 @@ def test_ctrl_c_and_a_terminal_that_closes_save_what_there_is(
         signal.signal(number, before)
         said = read_until(job, "[0] step 9")
         job.send_signal(number)
-        said += job.communicate(timeout=60)[0]
+        said += job.communicate(timeout=120)[0]
     (saved,) = (tmp_path / "saved").glob("step-*")
     assert job.returncode == status and int(saved.name[5:]) >= 5, said
 
@@ -245,7 +245,7 @@ def test_a_state_that_cannot_be_loaded_is_put_aside_and_the_one_before_it_is_tak
         said = read_until(job, "put aside")
         said += read_until(job, "[0] step 12")
         job.send_signal(signal.SIGTERM)
-        said += job.communicate(timeout=60)[0]
+        said += job.communicate(timeout=120)[0]
     spoilt = int((tmp_path / "spoilt").read_text())
     firsts = [int(text.split()[0].rstrip(",")) for text in said.split("goes on from step ")[1:]]
     assert firsts[0] == spoilt > firsts[1] > 0 and said.count("is put aside") == 1, said
@@ -269,7 +269,7 @@ def test_a_job_goes_on_from_memory_and_says_75_only_of_what_can_be_loaded(tmp_pa
             if is_taken:
                 fcntl.lockf(stack.enter_context(open(saved / ".claim", "r+b")), fcntl.LOCK_EX)
             job.send_signal(signal.SIGTERM)
-            said += job.communicate(timeout=60)[0]
+            said += job.communicate(timeout=120)[0]
         first = int(said.partition("[0] step ")[2].split()[0])
         assert job.returncode == (1 if is_taken else 75) and first > 5, said
         assert is_taken or "goes on from step" in said, said

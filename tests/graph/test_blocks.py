@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.grouping import crossing_sizes, merge_free_blocks
-from autovaruna.graph.pieces import ArgumentSource, extract
 from autovaruna.graph.random import RandomStream, draw, untouched_generator
 from autovaruna.graph.records import Graph, Size, Value
 from autovaruna.graph.traced import TracedModel
@@ -156,17 +155,6 @@ def test_masks_and_positions_are_repeated() -> None:
     assert len(next(each for each in model.graph.inputs if each.name == "lengths").consumers) == 2
 
 
-def test_random_numbers_and_lookups_are_not_repeated() -> None:
-    def drawn(self: nn.Module, x: Tensor, words: Tensor) -> Tensor:
-        keep = torch.rand_like(x)
-        found = self.table(words)
-        return self.second(self.first(x) * keep + found) * keep + found
-
-    table = nn.Embedding(7, WIDTH).requires_grad_(False)
-    model = layered(drawn, torch.zeros(3, dtype=torch.int64), table=table)
-    assert {named(model, "rand_like"), named(model, "embedding")} <= model.block_of.keys()
-
-
 def work_of(cuts: Sequence[int], is_free: Sequence[bool]) -> Stages:
     """Returns the blocks that cost something, by stage; a stage of views alone is none."""
     edges = [0, *(cut + 1 for cut in cuts), len(is_free)]
@@ -229,20 +217,6 @@ class StageABlock(Setup):
 def test_a_stage_a_block_gives_the_bits_of_the_plain_model(case: Case) -> None:
     """With one micro-batch and dropout off; that fewer cuts change no bit, dropout on, is for tests/session."""
     train_as_plain(case.without_dropout(), StageABlock(num_micro_batches=1), 5, 4, exact=True)
-
-
-def test_repeated_nodes_come_along_or_stay_outside() -> None:
-    """A mask is made again in each piece; a bare piece is given it instead."""
-
-    def masked(self: nn.Module, x: Tensor) -> Tensor:
-        mask = torch.arange(4) < 2
-        return self.second(torch.where(mask, self.first(x), 0.0)) * mask
-
-    model = layered(masked)
-    last = model.graph.blocks[-1]
-    assert {"mul"} <= set(last.nodes) and model.repeated
-    whole, bare = (extract(model, last.nodes, [last.nodes[-1]], is_bare=is_bare) for is_bare in (False, True))
-    assert len(bare.named(ArgumentSource.VALUE)) == len(whole.named(ArgumentSource.VALUE)) + 1
 
 
 def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,12 +56,6 @@ def dropped(self: nn.Module, x: Tensor) -> Tensor:
     dropping = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5) + F.scaled_dot_product_attention(y, y, y)
     x = dropping[:, 0, 0] + F.dropout(x, 0.5) + F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False)
     return x + torch.bernoulli(x)
-
-
-def test_dropout_is_random_only_while_it_drops() -> None:
-    """A dropout of probability zero, or under eval, draws nothing; attention's likewise."""
-    random = [name for name, fact in traced_function(dropped, X).facts.items() if fact.is_random]
-    assert random == ["scaled_dot_product_attention", "dropout", "bernoulli"]
 
 
 def shaped(self: nn.Module, x: Tensor) -> Tensor:
@@ -171,19 +163,6 @@ def test_a_library_makes_no_other_mask_for_a_trace() -> None:
     assert not [name for name in trace.nodes if name.startswith("cumsum") and trace.nodes[name].users]
 
 
-@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout2d, F.feature_alpha_dropout])
-def test_dropout_that_drops_nothing_is_none(drop: Any) -> None:
-    x = DRAWN[:, :, None, None]
-    model = traced_function(lambda self, x: drop(drop(drop(x * 2, 0.0, True), 0.5, False), 0.5, True), x)
-    assert sum("dropout" in str(node.target) for node in model.nodes.values()) == 1
-
-
 def test_a_model_of_nothing_else_computes_nothing() -> None:
     with pytest.raises(TraceError, match="computes nothing"):
         traced_function(lambda self, x: F.dropout(x.float(), 0.0), DRAWN)
-
-
-def test_casts_to_the_dtype_that_is_there_are_none() -> None:
-    model = traced_function(lambda self, x: (x * 2).float().double().to(torch.float64, copy=True), DRAWN)
-    casts = [node for node in model.nodes.values() if node.target is torch.ops.aten.to.dtype]
-    assert [node.args[1] for node in casts] == [torch.float64] * 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
+from autovaruna.graph.export.assertions import passing
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
 from tests.products import some
@@ -397,3 +400,35 @@ def test_checks_of_torch_are_kept() -> None:
         model(**given)
     with pytest.raises(InputError, match=line + "assert_async"):
         model(**{**given, "y": given["y"] - 2})
+
+
+KINDS = {
+    "if t: raise E": False,
+    "if not t: raise E": True,
+    "if a is None and (t > b.max() or\n   t < 0): raise E": False,
+    "assert t": True,
+    "assert not t.any()": False,
+    "assert torch.all(t).item()": True,
+    "assert t.any().item() == a": None,
+    "if a: pass\nelif t: raise E": False,
+    "if t: a = 1": None,
+    "if t:\n  if a: return\n  raise E": None,
+    "assert t and u": True,
+    "if t and u: raise E": None,
+    "if 0 < t < 1: raise E": None,
+    "assert t or u": None,
+    "if a or not t: raise E": None,
+    "if bool(t) is False: raise E": None,
+    "if any(t): raise E": None,
+    "if t in a: raise E": None,
+    "while t: raise E": None,
+}
+
+
+@pytest.mark.parametrize(("code", "wanted"), KINDS.items())
+def test_only_what_raises_or_does_nothing_is_a_check(code: str, wanted: bool | None, tmp_path: Path) -> None:
+    """What a tensor must be follows from the code; where that cannot be told, the line is no check."""
+    path = tmp_path / "code.py"
+    path.write_text("def f():\n" + textwrap.indent(code, " "))
+    line = 3 if "elif" in code or "\n   " in code else 2
+    assert passing(str(path), line) is wanted

@@ -31,7 +31,7 @@ from tests.session.training import QUIET, descend, pipeline
 
 Act = Callable[[Any, Tensor], Tensor]
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
-WEIGHT, UNREAD, TENSOR, WRITTEN, SWITCH = 1.0, 1.0, torch.ones(4), torch.ones(4), torch.ones(())
+WEIGHT, UNREAD, TENSOR, WRITTEN = 1.0, 1.0, torch.ones(4), torch.ones(4)
 TABLE: dict[str, Any] = {"deep": {"t": 1.0}, "act": torch.relu}
 DEEPER: dict[str, Any] = {"a": [{"b": [{"c": 1.0}]}]}
 LIST, MANY, QUEUE = [1.0], [1.0] * 2000, deque([1.0])

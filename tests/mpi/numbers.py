@@ -16,12 +16,11 @@ from autovaruna.ranks.environment import get_world
 from tests.catalogue import CASES, DEVICE, Case
 from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
 from tests.reference import OPTIMIZERS, Record
-from tests.session.training import QUIET, descend, pipeline, share_of, trace_shared, train, train_rank, work_shared
+from tests.session.training import QUIET, descend, pipeline, share_of, trace_shared, train_rank, work_shared
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
 FAST: dict[str, Any] = {**QUIET, "profile_iterations": 1}
-Rows = dict[str, Any]
 
 
 def wrap(case: Case, optimizer: str = "sgd", **settings: Any) -> tuple[AutoVaruna, torch.optim.Optimizer]:
@@ -31,55 +30,14 @@ def wrap(case: Case, optimizer: str = "sgd", **settings: Any) -> tuple[AutoVarun
     return AutoVaruna(model, made, **{**FAST, **settings}), made
 
 
-def stage_counts(case: Case, num_ranks: int) -> list[int]:
-    """Returns the numbers of stages to run: the most that ranks and graph allow, and one less on four ranks.
-
-    `tests.session.test_partitions` runs all of them, on ranks that are threads.
-    """
-    return sorted({min(count, case.max_stages) for count in (num_ranks, 3 if num_ranks == 4 else num_ranks)})
-
-
-def optimizer_of(name: str, num_stages: int) -> str:
-    """Returns one optimizer or the other for each case, by turns; each of them occurs on every number of ranks."""
-    names = list(OPTIMIZERS)
-    return names[(list(CASES).index(name) // 4 + num_stages) % len(names)]
-
-
-def by_partition(names: Sequence[str]) -> Rows:
-    """Trains each case with several numbers of stages, on the same micro-batches; returns records or tracebacks."""
-    rows: Rows = {}
-    num_ranks = get_world().num_ranks
-    for name in names:
-        for num_stages in stage_counts(CASES[name], num_ranks):
-            for optimizer in OPTIMIZERS if num_ranks == 1 else (optimizer_of(name, num_stages),):
-                rows[f"{name}/{num_stages}/{optimizer}"] = trained(CASES[name], num_stages, optimizer)
-    return rows
-
-
-def trained(case: Case, num_stages: int, optimizer: str) -> Record:
-    """Trains as a pipeline on a plan laid down here; ranks that are left over pass the batch alone."""
-    setup = pipeline(num_stages, num_micro_batches=NUM_MICRO_BATCHES, num_ranks=get_world().num_ranks)
-    model, made = wrap(case, optimizer, inputs="replicated", plan=setup.plan)
+def in_stages(name: str) -> Record:
+    """Trains a case in as many stages as ranks and graph allow, with one optimizer or the other for each case."""
+    case, num_ranks = CASES[name], get_world().num_ranks
+    num_stages, optimizers = min(num_ranks, case.max_stages), list(OPTIMIZERS)
+    setup = pipeline(num_stages, num_micro_batches=NUM_MICRO_BATCHES, num_ranks=num_ranks)
+    model, made = wrap(case, optimizers[list(CASES).index(name) % 2], inputs="replicated", plan=setup.plan)
     with work_shared((case.name, case.has_dropout)):
         return train_rank(case, model, made, [case.batch(SIZE, step) for step in range(STEPS)])
-
-
-def trace_all(names: Sequence[str]) -> None:
-    """Traces each case as `trained` does, so that processes that are forked later need not."""
-    with own_folder():
-        for case in map(CASES.__getitem__, names):
-            train(case, pipeline(1, num_micro_batches=NUM_MICRO_BATCHES), [case.batch(SIZE, 0)])
-
-
-def by_replica(names: Sequence[str]) -> Rows:
-    """Trains each case on mini-batches of the ranks' own, as the planner finds best, and on equal replicas."""
-    rows: Rows = {}
-    everyone = [list(range(get_world().num_ranks))]
-    for name in names:
-        case = CASES[name].without_dropout()
-        rows[f"{name}/planned"] = own_batches(case)
-        rows[f"{name}/replicas"] = own_batches(case, stage_ranks=everyone)
-    return rows
 
 
 def own_batches(case: Case, **settings: Any) -> Record:
@@ -106,10 +64,15 @@ def own_folder() -> Iterator[None]:
         yield
 
 
-def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
+def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Record]:
+    """Returns the records of cases in stages, as the planner finds best for own batches, and on equal replicas."""
     torch.set_num_threads(1)
+    everyone = [list(range(get_world().num_ranks))]
+    quiet = {name: CASES[name].without_dropout() for name in replicated}
     with own_folder():
-        return {"stages": by_partition(names), "replicas": by_replica(replicated)}
+        found = {f"{name}/stages": in_stages(name) for name in names}
+        found |= {f"{name}/planned": own_batches(case) for name, case in quiet.items()}
+        return found | {f"{name}/replicas": own_batches(case, stage_ranks=everyone) for name, case in quiet.items()}
 
 
 def train_on_meta(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]:

@@ -1,4 +1,4 @@
-"""What a step is charged for: all-reduces by replicas and hosts, the optimizer, overhead; prices by another profile."""
+"""What a step is charged for: sums, the optimizer, overhead, what ranks exchange; prices by another profile."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from autovaruna.graph.records import Output, Size
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner, priced
 from autovaruna.planner.costs import AllReduces
+from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.records import Plan
+from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain
 from autovaruna.profiler.records import LinkCost, OptimizerCost
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
 from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_cluster, make_problem, on_cluster
 from tests.products import some
@@ -100,3 +103,71 @@ def test_by_its_own_profile_a_plan_takes_what_it_was_planned_to_take_and_longer_
     again = priced(plan, slower(problem, 3.0))
     assert 2.0 < again.predicted_seconds / plan.predicted_seconds <= 3.0
     assert [stage.blocks for stage in again.stages] == [stage.blocks for stage in plan.stages]
+
+
+LATENCY, RATE = 3e-3, 1e7
+FORWARD, BACKWARD, NUM_BLOCKS, BATCH = 4e-3, 8e-3, 4, 8
+SAMPLE_BYTES, OUTPUT_BYTES = 64, 1000
+APART, ALIKE = ((0,), (1,)), ((0, 1),)
+
+
+def problem(groups: tuple[tuple[int, ...], ...], has_loss: bool = True, has_outputs: bool = False) -> Problem:
+    known = make_problem(NUM_BLOCKS, 2, BATCH)
+    cluster = replace(make_cluster(2), hosts=("a", "b"), remote_link=LinkCost(LATENCY, RATE))
+    outputs = (Output("scores", NUM_BLOCKS - 1, Size(0, OUTPUT_BYTES)),) if has_outputs or not has_loss else ()
+    graph = replace(known.graph, outputs=outputs)
+    return replace(known, graph=graph, cluster=cluster, input_groups=groups, has_loss=has_loss)
+
+
+def plan(*ranks: tuple[int, ...], num_micro_batches: int = 4, schedule: str = "1f1b") -> Plan:
+    each = NUM_BLOCKS // len(ranks)
+    stages = [
+        StagePlan(tuple(range(s * each, (s + 1) * each)), of, False, len(ranks) - s, FORWARD, BACKWARD)
+        for s, of in enumerate(ranks)
+    ]
+    return Plan(tuple(stages), 2, num_micro_batches, BATCH / num_micro_batches, schedule)
+
+
+@pytest.mark.parametrize("groups", [(), APART, ALIKE])
+def test_ranks_of_one_host_that_talk_at_once_exchange_nothing(groups: tuple[tuple[int, ...], ...]) -> None:
+    near = replace(problem(groups), cluster=make_cluster(2, link=LinkCost(0.0, 1e30)))
+    assert Exchange(near).seconds(plan((0,), (1,))) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_idle_rank_hears_of_the_loss_and_tells_of_its_next_call_with_its_samples() -> None:
+    """The second micro-batch is rank 1's: it is there two latencies and its transfer after the first begins."""
+    assert Exchange(problem(ALIKE)).seconds(plan((0,))) == pytest.approx(2 * LATENCY)
+    transfer = SAMPLE_BYTES * BATCH / 4 / RATE
+    assert Exchange(problem(APART)).seconds(plan((0,), (1,))) == pytest.approx(2 * LATENCY + transfer - FORWARD)
+
+
+@pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 1), (5, 3), (8, 3), (1000, 10)])
+def test_ranks_agree_in_as_many_rounds_as_it_takes_to_double_up_to_all(num_ranks: int, rounds: int) -> None:
+    known = problem(APART)
+    hosts = tuple(str(rank % 4) for rank in range(num_ranks))
+    cluster = replace(make_cluster(num_ranks), hosts=hosts, remote_link=LinkCost(LATENCY, RATE))
+    known = replace(known, cluster=cluster, input_groups=tuple((rank,) for rank in range(num_ranks)))
+    stage = replace(plan((0,)).stages[0], ranks=tuple(range(num_ranks)), reduce_seconds=1.0)
+    made = replace(plan((0,)), stages=(stage,), num_ranks=num_ranks, num_micro_batches=num_ranks)
+    assert Exchange(known).seconds(made) == pytest.approx(rounds * LATENCY)
+
+
+def test_outputs_go_to_the_ranks_and_their_gradients_come_back_or_beside_a_loss_delay_the_next_call() -> None:
+    """All four micro-batches are of both ranks; rank 1 makes the outputs, and has the gradients it goes on from."""
+    outputs = LATENCY + BATCH * OUTPUT_BYTES / RATE  # rank 0 has them, and that is when all may go backward
+    back = LATENCY  # what rank 1 waits until it has heard of rank 0's backward
+    found = Exchange(problem(ALIKE, has_loss=False)).seconds(plan((0,), (1,), schedule="gpipe"))
+    assert found == pytest.approx(outputs + back)
+    known = problem(ALIKE, has_outputs=True)
+    assert Exchange(known).seconds(plan((0,))) == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
+    assert Exchange(replace(known, delivers_outputs=False)).seconds(plan((0,))) == pytest.approx(2 * LATENCY)
+
+
+def test_the_engine_takes_of_each_core_a_step_and_of_shared_ones_those_of_all_ranks_and_messages() -> None:
+    stages = tuple(StageTimes((rank,), 1.0, 1.0, 1) for rank in range(2))
+    alone = Pipeline(stages, (Edge(0, 1, 0.0, 0.0),), 4, 8, overhead_seconds=1e-4)
+    shared = replace(alone, cores_per_rank=0.5)
+    step = engine_seconds(alone)
+    assert step == pytest.approx(34e-4)
+    assert engine_seconds(shared) == pytest.approx(4 / 2 * step + (8 * 2 + 4 * 2) * 5e-4 / 2)
+    assert engine_seconds(replace(alone, overhead_seconds=0.0)) == 0.0

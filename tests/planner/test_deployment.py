@@ -72,18 +72,6 @@ def test_a_file_of_a_version_that_split_backwards_is_read_unless_it_does(path: P
         load(path)
 
 
-def test_edited_by_hand(path: Path, problem: Problem) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["stages"][1] |= {"cut": "layers.2", "ranks": [1, 2], "recompute": True, "in_flight": 4}
-        content["num_micro_batches"] = 6
-
-    edit(path, change)
-    plan = plan_from(load(path), problem.graph)
-    assert plan.stages[1].blocks[0] == 4
-    assert (plan.stages[1].ranks, plan.stages[1].needs_recompute, plan.stages[1].in_flight) == ((1, 2), True, 4)
-    assert (plan.num_micro_batches, plan.micro_batch_size) == (6, 2.0)
-
-
 @pytest.mark.parametrize(
     ("stage", "change"),
     [(0, {"in_flight": 500}), (1, {"cut": "layers.0.part1"}), (1, {"ranks": [0, 1]})],
@@ -107,15 +95,6 @@ def test_nonsense_cuts_name_the_nearest(path: Path, problem: Problem, cut: str) 
     edit(path, lambda content: content["stages"][1].update(cut=cut))
     with pytest.raises(DeploymentError, match=r"names no block.*layers\."):
         plan_from(load(path), problem.graph)
-
-
-def test_no_json_and_no_file(tmp_path: Path) -> None:
-    for text in ("", "{", "[]", "null", "\x00", '{"stages": '):
-        (tmp_path / "broken.json").write_text(text)
-        with pytest.raises(DeploymentError, match=r"broken\.json"):
-            load(tmp_path / "broken.json")
-    with pytest.raises(DeploymentError, match="cannot be read"):
-        load(tmp_path / "nothing.json")
 
 
 def test_a_failed_save_leaves_the_old_file(path: Path, deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:

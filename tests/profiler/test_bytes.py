@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.profiler import bytes
-from autovaruna.profiler.bytes import AllocationMeter, count_bytes
+from autovaruna.profiler.bytes import count_bytes
 from autovaruna.profiler.work import MeasuredPart, Samples, make_work
 from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
@@ -68,23 +68,6 @@ def test_work_of_a_linear() -> None:
 
 
 NUM_BYTES = 1 << 20
-
-
-def megabyte() -> torch.Tensor:
-    return torch.empty(NUM_BYTES, dtype=torch.uint8)
-
-
-def test_it_finds_the_most_at_once_and_goes_on_from_what_is_there() -> None:
-    before = megabyte()
-    with AllocationMeter() as meter:
-        first = megabyte()
-        second = megabyte()
-        del second
-        assert meter.restart() == 2 * NUM_BYTES
-        del before
-        assert meter.restart() == NUM_BYTES
-        del first
-        assert meter.restart() == NUM_BYTES and meter.restart() == 0
 
 
 def test_memory_of_a_kernel_counts() -> None:

@@ -174,16 +174,6 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
     assert torch.equal(generator, torch.get_rng_state()) and threads == torch.get_num_threads()
 
 
-@pytest.mark.parametrize(("make", "least"), [(torch.optim.AdamW, 2.0), (torch.optim.LBFGS, 3.0)])
-def test_the_users_optimizer_is_tried_out_with_a_closure_or_without_and_not_touched(make: Make, least: float) -> None:
-    """Neither numbers nor state nor groups change. LBFGS keeps a direction, a gradient, and pairs of changes."""
-    model = nn.Linear(8, 8)
-    optimizer, before = make(model.parameters()), model.weight.clone()
-    assert state_factor(optimizer) >= least and measure_step(optimizer, CPU).seconds_per_parameter > 0.0
-    assert torch.equal(model.weight, before) and not optimizer.state
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
-
-
 @pytest.mark.parametrize("name", [*SEPARATE, *JOINT])
 def test_a_parameter_alone_is_tried_beside_one_like_it(name: str) -> None:
     """Once, a tied weight alone was no subject for a trial, and its optimizer's state could not be shared."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from autovaruna.ranks.exchange import ALIKE, BLOCK, LABEL, Parts, RankExchange, keep_part
+from autovaruna.ranks.exchange import Parts, RankExchange, keep_part
 from autovaruna.ranks.transport.threads import Mailboxes
 from autovaruna.session.agreement import BatchNumbers
 from tests.rank_threads import RankThread
@@ -37,23 +35,6 @@ def exchanged(
             assert all(keep_part(data, parts) for _, data in rank.poll_notices())
         is_done = not [each for *_, each in going if not each.is_done()]
     return [(rank, exchange) for rank, _, exchange in going]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 13])
-def test_all_have_the_blocks_and_flags_of_all(num_ranks: int) -> None:
-    blocks: list[bytes | None] = [bytes([rank]) * (rank % 4) for rank in range(num_ranks)]
-    for rank, exchange in exchanged([(1, 2)] * num_ranks, [1 << rank for rank in range(num_ranks)], blocks):
-        assert exchange.blocks() == blocks and exchange.flags == (1 << num_ranks) - 1
-        assert not exchange.differs(LABEL) and not exchange.differs(ALIKE)
-        assert exchange.differs(BLOCK) == (num_ranks > 1) and rank.num_messages == math.ceil(math.log2(num_ranks))
-
-
-@pytest.mark.parametrize("odd", range(5))
-def test_all_see_that_one_differs(odd: int) -> None:
-    """Also one that passes no block, as a rank with an error does."""
-    digests = [(1, 5 if rank == odd else 2) for rank in range(5)]
-    for _, exchange in exchanged(digests, [0] * 5, [None if rank == odd else b"x" for rank in range(5)]):
-        assert exchange.differs(ALIKE) and not exchange.differs(LABEL)
 
 
 def test_a_thousand_ranks_tell_their_samples_and_totals_in_ten_messages_of_few_bytes() -> None:

@@ -1,18 +1,12 @@
 """Holds how a process finds out its ranks and its cores, and how ranks end."""
 
-import math
-
 import pytest
 import torch
 
 from autovaruna.interception.ending import status_of
-from autovaruna.profiler.records import LinkCost
-from autovaruna.ranks.environment import count_cores, count_sharing, num_ranks_in, share_threads, single_world
+from autovaruna.ranks.environment import count_cores, count_sharing, num_ranks_in, share_threads
 from autovaruna.ranks.torch_channel import neighbours
 from autovaruna.session import links
-from autovaruna.session.links import measure_sums, sample_of_gradients
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -54,23 +48,3 @@ def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
     for some in rounds:
         ranks = [rank for pair in some for rank in pair]
         assert len(ranks) == len(set(ranks))
-
-
-def test_a_rank_alone_has_free_links() -> None:
-    assert links.measure_links(single_world(), CPU) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
-    assert measure_sums(single_world(), [1 << 20], CPU) == LinkCost(0.0, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_tensors", "num_bytes"),
-    [
-        ([], 1, 4 << 20),
-        ([0, 2], 2000, 8000),
-        ([1 << 20, 6 << 20], 2, 7 << 20),
-        ([1 << 20, 1 << 10], 7, (4 << 20) + (3 << 10)),
-        ([20 << 20, 8, 20 << 20, 1 << 20], 3, 32 << 20),
-    ],
-)
-def test_the_gradients_that_are_summed_are_the_models_own(sizes: list[int], num_tensors: int, num_bytes: int) -> None:
-    taken = list(sample_of_gradients(sizes))
-    assert (len(taken), 4 * sum(taken)) == (num_tensors, num_bytes)

@@ -5,69 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from autovaruna import AutoVaruna, InputError
-from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Batch, Case
+from tests.catalogue import CASES, HUGGING_FACE, Batch, Case
 from tests.products import diagonal, some
-from tests.reference import OPTIMIZERS, Record, compare, gradients_of, part, plain_micro_batched, plain_steps, ranges
+from tests.reference import (
+    Record,
+    adamw,
+    compare,
+    gradients_of,
+    micro_batches,
+    part,
+    plain_micro_batched,
+    plain_steps,
+    ranges,
+)
 from tests.session.training import Setup, merge, needs_own_autograd, on_ranks, pipeline, share_of, train
 
 STEPS = 3
-REPLICAS = {"replicas": Setup(((0, 1),)), "unequal_replicas": Setup(((0,), (1, 2)))}
 
 
 def batches_of(case: Case, sizes: Sequence[int]) -> list[Batch]:
     return [case.batch(size, step) for step, size in enumerate(sizes)]
 
 
-@cache
-def plain(name: str, optimizer: str, num_micro_batches: int) -> Record:
-    """Returns what plain PyTorch gives for three batches of seven."""
-    case = CASES[name].without_dropout()
-    batches = batches_of(case, [7] * STEPS)
-    if case.has_batch_norm:
-        cut = [[part(batch, *bounds) for bounds in ranges(7, num_micro_batches)] for batch in batches]
-        return plain_micro_batched(case, cut, OPTIMIZERS[optimizer])
-    return plain_steps(case, batches, OPTIMIZERS[optimizer])
-
-
-def hold(case: Case, setup: Setup, optimizer: str, has_all_buffers: bool) -> None:
-    """Asserts that a setup trains as plain PyTorch does."""
-    quiet = case.without_dropout()
-    if quiet.has_dropout:
-        pytest.skip("always random")
-    got = train(quiet, setup, batches_of(quiet, [7] * STEPS), OPTIMIZERS[optimizer])
-    expected = plain(case.name, optimizer, setup.num_micro_batches)
-    compare(without_buffers(got, expected, has_all_buffers), without_buffers(expected, got, has_all_buffers))
-
-
-def without_buffers(record: Record, other: Record, has_all: bool) -> Record:
-    """Leaves out buffers that only one of two records has (they are not in a state_dict), or all."""
-    kept = {name: value for name, value in record.buffers.items() if has_all and name in other.buffers}
-    return Record(record.losses, record.gradients, record.weights, kept)
-
-
-@pytest.mark.parametrize(("optimizer", "case"), some(diagonal(OPTIMIZERS, PLAIN), 14), ids=str)
-def test_a_pipeline_trains_as_plain_pytorch(optimizer: str, case: Case) -> None:
-    hold(case, pipeline(min(2, case.max_stages)), optimizer, has_all_buffers=True)
-
-
-@pytest.mark.parametrize(
-    ("setup", "case"), some(diagonal(REPLICAS, [case for case in PLAIN if case.name != "moving_average"]), 12), ids=str
-)
-def test_replicas_train_as_plain_pytorch(setup: str, case: Case) -> None:
-    given = replace(REPLICAS[setup], num_micro_batches=2) if case.has_batch_norm else REPLICAS[setup]
-    hold(case, given, "sgd", has_all_buffers=False)  # statistics of two samples amplify the last bit
-
-
 @pytest.mark.parametrize("case", some(HUGGING_FACE[1:], 2), ids=str)
 def test_a_hugging_face_model_trains_as_plain_pytorch(case: Case) -> None:
+    """Other models are those of `test_drawn` and `tests.graph.test_blocks`."""
     pytest.importorskip("transformers")
-    hold(case, Setup(((0,), (1, 0)), 3), "adamw", has_all_buffers=False)
+    case = case.without_dropout()
+    batches = batches_of(case, [7] * STEPS)
+    found = train(case, Setup(((0,), (1, 0)), 3), batches, adamw)
+    parts = [micro_batches(batch, 3 if case.has_batch_norm else 1) for batch in batches]
+    expected = plain_micro_batched(case, parts, adamw)
+    compare(replace(found, buffers={}), replace(expected, buffers={}))
 
 
 HOWS = ["no_sync", "delay", "delay of two"]

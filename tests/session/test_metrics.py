@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.ranks.world import World
 from autovaruna.runtime import metrics as metrics_module
-from autovaruna.runtime.metrics import Metrics, StepSeconds
+from autovaruna.runtime.metrics import StepSeconds
 from tests.rank_threads import run_ranks
 from tests.session.training import QUIET, trace_shared
 
@@ -196,13 +196,3 @@ def test_without_an_optimizer_a_step_ends_where_the_next_begins() -> None:
     assert model.metrics.step == 2 and model.metrics.learning_rates == ()
     assert model.metrics.seconds is not None and model.metrics.seconds.optimizer == 0
     assert model.metrics.samples_per_second == pytest.approx(BATCH / model.metrics.seconds.step)
-
-
-@pytest.mark.parametrize(("held", "shown"), [(None, {}), (0.0, {0: 0.0}), (5.0, {0: 5.0})])
-def test_memory_is_shown_where_the_system_says_it(held: float | None, shown: dict[int, float]) -> None:
-    found = Metrics()
-    found.follow(0, 1, lambda: None, lambda: held)
-    for began in (0.0, 1.0):
-        found.begin_call(began, 4, 0)
-        found.record(1, None, str, is_loss=False)
-    assert found.rank_memory_bytes == shown

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES
-from tests.catalogue.small import Written
 from tests.reference import Record, adamw
 from tests.session.training import QUIET, Setup, as_plain, descend, held, on_ranks, pipeline
 
@@ -65,23 +64,6 @@ def test_a_frozen_model_gives_gradients_to_its_inputs() -> None:
         return actions.grad, dict(model.state_dict())
 
     as_plain(TWO, layers(), story)
-
-
-def test_a_parameter_that_is_returned_gets_its_gradient() -> None:
-    """Here the learned weights of losses (Kendall et al., 2018).
-
-    Once, it silently kept its first numbers: no operation uses it, and only uses have gradients.
-    """
-
-    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
-        for _ in range(2):
-            out, scales = model(X)
-            terms = torch.stack([out.square().mean(), out.abs().mean()])
-            descend((terms * torch.exp(-scales) + scales).sum(), optimizer)
-        return dict(model.state_dict())
-
-    forward = lambda self, x: (self.body(x), self.scales)  # noqa: E731
-    as_plain(TWO, Written(forward, body=layers(), scales=nn.Parameter(torch.zeros(2))), story)
 
 
 def initialise_anew(model: Any) -> Tensor:

@@ -1,9 +1,10 @@
-"""What a step takes: what its work and its messages force it to take, and a few messages beside."""
+"""What a step takes: seconds that its work and messages force, few calls beside, and no more memory than it may."""
 
 from __future__ import annotations
 
 import random
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from autovaruna.commands.trace import read_bars
 from autovaruna.ranks.deadlock import RankWatch
 from autovaruna.ranks.world import World
+from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.executor import compact
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
-from tests.reference import sgd
+from tests.reference import compare, plain_steps, sgd
 from tests.session.training import Setup, train
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
@@ -100,3 +104,64 @@ def test_a_step_has_one_exchange_and_no_message_that_it_could_do_without(monkeyp
     extra = seen[1] - seen[0]
     assert extra.pop("message") <= activations + inputs_of_rank_0_for_stage_1
     assert extra == {"reading the model's inputs": 1} and not seen[0] - seen[1]
+
+
+def calls_of_python(act: Callable[[], object]) -> int:
+    """Returns how many functions of Python an act calls."""
+    num_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def each_step(
+    monkeypatch: pytest.MonkeyPatch, setup: Setup, measure: Callable[[Callable[[], object]], float]
+) -> list[float]:
+    """Returns what `measure` says of each of four steps on the one rank that they run on."""
+    found: list[float] = []
+    run = Engine.run
+
+    def measured(self: Engine, *args: Any) -> Any:
+        returned: list[Any] = []
+        found.append(measure(lambda: returned.append(run(self, *args))))
+        return returned[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", measured)
+        train(CASE, setup, [CASE.batch(max(8, setup.num_micro_batches), step) for step in range(4)], sgd)
+    return found
+
+
+def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 261, and then 235; what does not change is not worked out again, no generator saved if none is used."""
+    assert each_step(monkeypatch, Setup(((0,),), 1), calls_of_python)[-1] <= 170
+
+
+def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 59 for a forward and a backward of two stages; at a millisecond of arithmetic each call counts."""
+    few, many = (each_step(monkeypatch, Setup(((0,), (0,)), num), calls_of_python)[-1] for num in (4, 8))
+    assert (many - few) / 4 <= 48
+
+
+def test_training_with_offload_is_training() -> None:
+    setup = Setup(((0,), (1,)), 3, recompute=True, schedule="varuna", settings={"offload": True})
+    batches = [CASE.batch(6, step) for step in range(2)]
+    compare(train(CASE, setup, batches, sgd, [[3, 3]] * 2), plain_steps(CASE, batches, sgd))
+
+
+def test_an_output_is_kept_on_memory_of_its_own() -> None:
+    """``mse_loss`` leaves its mean in the memory of all terms: one micro-batch after the other, they added up."""
+    x = torch.randn(100, requires_grad=True)
+    for output in (F.mse_loss(x, torch.zeros(100)), x[:10], x * 2):
+        kept = compact(output)
+        assert torch.equal(kept, output) and not kept.requires_grad
+        assert kept.untyped_storage().nbytes() == kept.nbytes
+    assert kept.data_ptr() == output.data_ptr(), "what fills its memory is not copied"
