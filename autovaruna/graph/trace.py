@@ -82,7 +82,8 @@ def trace(model: nn.Module, call: CallSpec, device: torch.device, options: Trace
     except TraceError as error:
         if options.free or thread_time() - began > _MOST_TRIED_SECONDS:
             raise
-        raise _with_tried_advice(error, model, call, device, options) from error
+        refused = error
+    raise _with_tried_advice(refused, model, call, device, options) from refused  # no context of what is tried
 
 
 def _with_tried_advice(

@@ -349,7 +349,8 @@ def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
     whole = [each for each in others if not each.dtype.is_floating_point]
     edges = [each for each in whole if len(each.shape) == 2 and each.shape[0] == 2]
     square = [each for each in batch[1:] if each.shape == (first.shape[0], first.shape[0])]
-    if len(first.shape) != 2 or not (edges or square):
+    are_nodes = len(first.shape) == 2 and first.dtype.is_floating_point  # whole numbers are texts, and time their rows
+    if not are_nodes or not (edges or square):
         return ""
     return (
         f"{_shown((edges or square)[:1])} joins rows of {_shown([first])}, as the edges of a graph do its nodes, and "

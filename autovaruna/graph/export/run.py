@@ -418,7 +418,8 @@ class ExportAttempt:
         if isinstance(error, BatchSizeError):
             refusal = BatchSizeError(f"{error} {advice(self.model, self.call)}")
         refusal = refusal or explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, own)
-        if self.options.can_keep and cause is not None and (new := next_attempt(cause, self.model, opaque, function)):
+        new = next_attempt(cause, self.model, opaque, function) if self.options.can_keep and cause is not None else None
+        if new and new != opaque:
             raise RetryError(new, refusal) from cause
         if refusal is error:
             raise error
