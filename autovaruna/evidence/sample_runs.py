@@ -23,7 +23,7 @@ from autovaruna.graph.opaque.run import profiling_mode
 from autovaruna.graph.operators import arguments, is_differentiable, is_of_batch, run_opaque
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import compiling_nothing, without_autocast
-from autovaruna.graph.random import RandomStream, python_generators, untouched_generator
+from autovaruna.graph.random import OwnGenerators, RandomStream, python_generators
 from autovaruna.graph.rounding import distance
 from autovaruna.graph.traced import OutputKind
 
@@ -329,10 +329,10 @@ def far(one: Any, other: Tensor, least: float = 0.0) -> float:
 
 
 @contextmanager
-def settled(device: torch.device) -> Iterator[None]:
-    """Leaves generators, autocast and what is kept whole as they are outside."""
+def settled() -> Iterator[None]:
+    """Leaves generators, of which the script's other threads draw meanwhile, and autocast as they are outside."""
     with (
-        untouched_generator(device),
+        OwnGenerators(0),
         python_generators(0),
         compiling_nothing(),
         without_autocast(),

@@ -107,7 +107,7 @@ class StageWitness:
 
     def _tried(self, observed: Observed, terms: Terms, size: int, first: int) -> AutoVarunaError | None:
         """Compares samples with their parts, of which the first has some."""
-        with _told(), settled(self._device):
+        with _told(), settled():
             return _ComparedSamples(self.rows, observed, terms, (size, first), self._model, self._device).refusal()
 
 

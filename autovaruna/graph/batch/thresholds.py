@@ -140,7 +140,8 @@ def _is_by_place(node: fx.Node, graph: KnownGraph, values: BatchAnalysis) -> boo
         source, result = user.args[0], user.meta.get("val")
         is_place = has(user, Trait.BY_INDEX) and source is not node and graph.sizes.has_samples(source)  # type: ignore[arg-type]
         is_exact = isinstance(result, Tensor) and not is_differentiable(result) and not is_truth
-        return not is_place and not is_exact and not _is_sized(user, graph, values)
+        is_free = is_place or is_exact or has(user, Trait.IN_BAGS)  # where bags begin, of whose rows it is known
+        return not is_free and not _is_sized(user, graph, values)
 
     return any(map(goes_by, node.users))
 
