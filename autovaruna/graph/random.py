@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from threading import Lock, get_ident
+from threading import Lock, get_ident, local
 from typing import Any
 
 import numpy
@@ -15,9 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autovaruna._torch import OpOverload, TorchDispatchMode, pytree, schema_of
+from autovaruna._torch import OpOverload, TorchDispatchMode, pytree, replaced, schema_of
 
 _generator_lock = Lock()
+
+
+class _Thread(local):
+    is_seeded = False
+    """Whether what runs draws from torch's own generators, which were seeded for it."""
+
+
+_thread = _Thread()
 
 
 class RandomStream:
@@ -56,7 +64,8 @@ class OwnGenerators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        is_given = given.get("generator") is not None or _thread.is_seeded  # by who runs inside of this
+        if torch.Tag.nondeterministic_seeded not in func.tags or is_given:
             return func(*args, **given)
         device = _device_of(args, given)
         drawing = _taking_generator(func)
@@ -92,7 +101,8 @@ def _draw_from_default(
         states = [each.get_state() for each in generators]
         try:
             seed_generators(device, seed)
-            return operation(*args, **kwargs)
+            with replaced(_thread, "is_seeded", True):
+                return operation(*args, **kwargs)
         finally:
             _restore(generators, states)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.grouping import crossing_sizes, merge_free_blocks
-from autovaruna.graph.random import RandomStream, draw, untouched_generator
+from autovaruna.graph.random import OwnGenerators, RandomStream, draw, untouched_generator
 from autovaruna.graph.records import Graph, Size, Value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
@@ -229,6 +229,10 @@ def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
     with untouched_generator(CPU):
         first = drawn(1, 2, 3, 4)
         assert torch.equal(first, drawn(1, 2, 3, 4))
+        with OwnGenerators(0):  # a look at the step, beside which the script may draw
+            alike = torch.rand(8)
+            assert torch.equal(first, drawn(1, 2, 3, 4))
+        assert torch.equal(torch.get_rng_state(), before) and not torch.equal(alike, first)
         others = [drawn(0, 2, 3, 4), drawn(1, 0, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 3, 0), drawn(1, 3, 2, 4)]
     assert not any(torch.equal(first, other) for other in others)
     assert torch.equal(torch.get_rng_state(), before)
