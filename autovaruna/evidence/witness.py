@@ -70,7 +70,7 @@ class StageWitness:
             for size, first in _cuts(given.size):
                 try:
                     found = self._tried(given, terms, size, first)
-                    if found is None and size < MOST_SAMPLES:  # a few may be in order by chance
+                    if found is None:  # so few may be in order by chance
                         with suppress(UntriedError):
                             return self._tried(self.rows.taken(given, range(size)[::-1], terms), terms, size, first)
                     return found
