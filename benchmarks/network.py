@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CALM_SHARE, MOST_TRIES = 0.03, 3
 MARK, TIMEOUT_SECONDS, WARM_UP, LEAST_ROUNDS, GLOBAL_BATCH = "RESULT ", 600.0, 2, 3, 32
-MEASURED = "/tmp/measured"  # of each host its own
+MEASURED = str(Path(tempfile.gettempdir(), "measured"))  # of each host its own
 GPTS = {"small gpt": (128, 4), "gpt": (256, 6)}
 
 
@@ -108,7 +109,7 @@ class Way:
             "load_deployment": False,
             "save_deployment": False,
             "progress": False,
-            "profile_cache": "/tmp/measured",
+            "profile_cache": MEASURED,
             "recheck_trace": False,
             "check_parts": False,
         }
