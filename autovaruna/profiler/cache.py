@@ -11,10 +11,11 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,9 @@ class _CacheEntry:
     environment: dict[str, Any]
     cost: PartCost
 
+    def is_of(self, key: Key, part: MeasuredPart) -> bool:
+        return (self.signature, self.micro_batch_size) == key and self.cost.fits(part)
+
 
 class ProfileCache:
     """Measured costs of one environment, on which they depend besides the part and the micro-batch size.
@@ -81,30 +85,18 @@ class ProfileCache:
         """Returns what is known of some parts. A file that cannot be used is named in a warning and left out."""
         found: dict[Key, PartCost] = {}
         for key, part in parts.items():
-            path = self._path(key)
-            try:
-                entry = load_record(path, _CacheEntry)
-                if (entry.signature, entry.micro_batch_size) != key or not entry.cost.fits(part):
-                    raise ValueError("it is of another part")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                logger.warning("measuring again: the saved cost %s cannot be used (%s)", path, error)
-                continue
-            if entry.iterations >= self.iterations:
+            entry = _read(self._path(key), _CacheEntry, methodcaller("is_of", key, part), "cost", "part")
+            if entry and entry.iterations >= self.iterations:
                 found[key] = entry.cost
         logger.debug("%d measured costs came from %s", len(found), self.directory)
         return found
 
     def write(self, costs: Mapping[Key, PartCost]) -> None:
         """Saves costs. Where nothing can be written a warning says so, once."""
-        try:
-            for key, cost in costs.items():
-                entry = _CacheEntry(*key, self.iterations, self.environment, cost)
-                write_record(self._path(key), entry, is_synced=False)
-        except OSError as error:
-            reason = error.strerror or error
-            logger.warning("measured costs are not kept: %s cannot be written (%s)", self.directory, reason)
+        entries = {
+            self._path(key): _CacheEntry(*key, self.iterations, self.environment, cost) for key, cost in costs.items()
+        }
+        _write(entries, self.directory, "costs")
 
     def _path(self, key: Key) -> Path:
         return self.directory / f"{key[0]}-{key[1]}.json"
@@ -117,6 +109,9 @@ class _LinkEntry:
     name: str
     cost: LinkCost
 
+    def is_of(self, name: str) -> bool:
+        return self.name == name
+
 
 class LinkCache:
     """Measured links, by names that say between which hosts and how."""
@@ -128,28 +123,40 @@ class LinkCache:
         """Returns what is known of some links. A file that cannot be used is named in a warning and left out."""
         found = {}
         for name in names:
-            try:
-                entry = load_record(self._path(name), _LinkEntry)
-                if entry.name != name:
-                    raise ValueError("it is of another link")
+            if entry := _read(self._path(name), _LinkEntry, methodcaller("is_of", name), "link", "link"):
                 found[name] = entry.cost
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                logger.warning("measuring again: the saved link %s cannot be used (%s)", self._path(name), error)
         return found
 
     def write(self, links: Mapping[str, LinkCost]) -> None:
         """Saves links. Where nothing can be written a warning says so, once."""
-        try:
-            for name, cost in links.items():
-                write_record(self._path(name), _LinkEntry(name, cost), is_synced=False)
-        except OSError as error:
-            reason = error.strerror or error
-            logger.warning("measured links are not kept: %s cannot be written (%s)", self.directory, reason)
+        entries = {self._path(name): _LinkEntry(name, cost) for name, cost in links.items()}
+        _write(entries, self.directory, "links")
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path, kind: type[Record], is_of: Callable[[Record], bool], what: str, of: str) -> Record | None:
+    """Returns a saved record; None: there is none, or it cannot be used, as a warning says."""
+    try:
+        entry = load_record(path, kind)
+        if not is_of(entry):
+            raise ValueError(f"it is of another {of}")
+        return entry
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("measuring again: the saved %s %s cannot be used (%s)", what, path, error)
+        return None
+
+
+def _write(entries: Mapping[Path, Any], directory: Path, what: str) -> None:
+    """Saves records. Where nothing can be written a warning says so, once."""
+    try:
+        for path, entry in entries.items():
+            write_record(path, entry, is_synced=False)
+    except OSError as error:
+        logger.warning("measured %s are not kept: %s cannot be written (%s)", what, directory, error.strerror or error)
 
 
 def environment(device: torch.device, num_sharing: int = 1) -> dict[str, Any]:
