@@ -55,7 +55,7 @@ def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
     collect_rarely()  # before torch is imported, as in the command
 
     import autovaruna.commands.plan as planning
-    from autovaruna.session.memory import keep_freed_memory
+    from autovaruna.heap import keep_freed_memory
 
     keep_freed_memory()
     phases: dict[str, float] = {}

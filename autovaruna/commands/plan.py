@@ -22,6 +22,7 @@ from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
+from autovaruna.heap import keep_freed_memory
 from autovaruna.log import progress_bar, readable, status_bar
 from autovaruna.planner.deployment import Deployment, deployment_of, save
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
@@ -38,7 +39,7 @@ from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
 from autovaruna.session.agreement import input_groups
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
-from autovaruna.session.memory import host_memory, keep_freed_memory
+from autovaruna.session.memory import host_memory
 from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")

@@ -52,7 +52,7 @@ class Terms:
     """How micro-batches make up a step.
 
     Attributes:
-        num_samples: how many samples the step has, on all ranks.
+        num_samples: how many samples the step has, on all ranks; `most_at_once`: how many a rank has memory for.
         is_sum: whether their losses are added up; else they are averaged by samples.
         is_free: whether the script says otherwise what becomes of numbers over samples, which then do not count.
         wanted: what the stage receives whose gradient is wanted.
@@ -60,6 +60,7 @@ class Terms:
     """
 
     num_samples: int
+    most_at_once: int
     is_sum: bool
     is_free: bool
     wanted: frozenset[str]

@@ -93,7 +93,7 @@ class StageWitness:
     def _with_counts(self, parts: Sequence[Observed], terms: Terms) -> AutoVarunaError | None:
         """Looks at several cuts, later at one in turn: counts may make up those of the whole by chance, or so far."""
         every = self._joined(parts, terms)
-        size = min(terms.num_samples, MOST_COUNTED)
+        size = min(terms.num_samples, terms.most_at_once)
         if every.size < size:
             every = self.rows.taken(every, [place % every.size for place in range(size)], terms)
         size, error = every.size, None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, repeat
-from math import lcm
+from math import inf, lcm
 from typing import NamedTuple
 
 from autovaruna.config.files import Amount, Count
@@ -163,6 +163,22 @@ class Plan:
         """Returns the predicted peak of the ranks of a stage; where they hold several, what its depth may need."""
         each = self.rank_bytes()
         return stage.memory_bytes if self.is_shared else max(each[rank] for rank in stage.ranks)
+
+    def samples_inside(self, stage: int, memory_bytes: float) -> float:
+        """Returns how many samples a rank can run at once at a stage, forward and backward.
+
+        `memory_bytes` is what the rank may use beside what its process holds. As many as are in flight have room at
+        the least.
+        """
+        planned, known = self.stages[stage], self.block_bytes
+        share = -(-self.num_micro_batches // len(planned.ranks))
+        in_flight = planned.in_flight - (planned.in_flight >= share)  # or gradients are not there yet
+        num_samples = self.micro_batch_size * (1 if planned.needs_recompute else max(1, in_flight))
+        if known is None:
+            return inf
+        each = sum(known.saved_bytes[block] for block in planned.blocks) * known.fragmentation / known.micro_batch_size
+        room = memory_bytes + known.process_bytes - self.bytes_of(planned)
+        return num_samples + max(0.0, room) / max(1.0, each)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""

@@ -64,6 +64,7 @@ class Engine:
         placement: who holds which parameter, and which buffer that calls have changed.
         orders: the instructions of every rank, for each graph.
         asks_for_sums: whether gradients are to be summed over ranks, in a backward that comes now.
+        memory_bytes: what this rank may use.
         of_model: says in errors which model this is, behind other words.
         step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
         witness: looks at some steps; None: that is turned off.
@@ -77,6 +78,7 @@ class Engine:
     settings: Settings
     world: World
     device: torch.device
+    memory_bytes: float
     seed: int
     loss_scale: LossScale
     asks_for_sums: Callable[[], bool]
@@ -129,6 +131,7 @@ class Engine:
             world=self.world,
             device=self.device,
             clock=Clock(share, self.plan.predicted_seconds),
+            memory_bytes=self.memory_bytes,
             tries_parts=settings.check_parts,
             is_free=settings.micro_batch_weight is not None or settings.batch_statistics != "exact",
             step=self.step,

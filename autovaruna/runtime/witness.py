@@ -18,10 +18,11 @@ from autovaruna.evidence.witness import MOST_COUNTED, MOST_SAMPLES, StageWitness
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.traced import TracedModel
+from autovaruna.heap import other_sizes
 from autovaruna.log import warn_once
 from autovaruna.ranks.world import World, gather_on_all
 from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.program import ModelCall
+from autovaruna.runtime.program import ModelCall, Program
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import StageModule
 
@@ -38,6 +39,7 @@ class Witness:
     """Looks at steps of one model on this rank.
 
     Attributes:
+        memory_bytes: what this rank may use.
         tries_parts: whether samples are run again; else ranks but tell each other of what else they have looked at.
         is_free: see `Terms`.
         step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
@@ -48,6 +50,7 @@ class Witness:
     world: World
     device: torch.device
     clock: Clock
+    memory_bytes: float
     tries_parts: bool
     is_free: bool
     step: Callable[[], int]
@@ -79,6 +82,24 @@ class Witness:
         if key not in self._stages:
             self._stages[key] = StageWitness(stage, traced, self.model, self.device)
         return self._stages[key]
+
+    def most_at_once(self, program: Program, stage: int) -> int:
+        """Returns how many samples are looked at together: as many as rank and plan have memory for."""
+        most = MOST_COUNTED if program.traced.joins_counts else MOST_SAMPLES
+        return max(2, int(min(most, program.graph.plan.samples_inside(stage, self.memory_bytes))))
+
+    def chosen(self, program: Program) -> dict[int, list[int]]:
+        """Returns the micro-batches that count, by stage: the last of the largest, until there are enough samples."""
+        found, sizes = dict[int, list[int]](), {m: part.size for m, part in program.batch.micro_batches.items()}
+        for each in program.graph.instructions if program.is_parted else ():
+            if each.kind is Kind.FORWARD and each.micro_batch in sizes:
+                found.setdefault(each.stage, []).append(each.micro_batch)
+        chosen: dict[int, list[int]] = {}
+        for stage, parts in found.items():
+            size = max(map(sizes.__getitem__, parts))
+            enough = max(1, self.most_at_once(program, stage) // size)
+            chosen[stage] = [m for m in parts if sizes[m] == size][-enough:]
+        return chosen
 
     def forget(self, key: str) -> None:
         self._right.pop(key, None)
@@ -117,7 +138,7 @@ class Observation:
 
     def __init__(self, witness: Witness, call: ModelCall, step: int, is_first: bool) -> None:
         self._witness, self._call, self._step, self.is_first = witness, call, step, is_first
-        self._chosen = _chosen(call) if witness.tries_parts else {}
+        self._chosen = witness.chosen(call.program) if witness.tries_parts else {}
         self.observed: dict[tuple[int, int], Observed] = {}
 
     def arrive(
@@ -156,32 +177,17 @@ class Observation:
             witness = self._witness.of(stage, program.traced)
             terms = Terms(
                 num_samples=program.batch.num_samples,
+                most_at_once=self._witness.most_at_once(program, index),
                 is_sum=program.graph.is_sum,
                 is_free=self._witness.is_free,
                 wanted=frozenset(program.wanted[index]),
                 lengths=program.lengths,
             )
             try:
-                error = witness.refusal([self.observed[index, m] for m in parts], terms)
+                with other_sizes():
+                    error = witness.refusal([self.observed[index, m] for m in parts], terms)
             except UntriedError as reason:
                 error, untried = None, _UNTRIED % (type(self._witness.model).__qualname__, reason)
             if error is not None:
                 raise error
         return untried
-
-
-def _chosen(call: ModelCall) -> dict[int, list[int]]:
-    """Returns the micro-batches that count, by stage: the last of the largest ones, until there are enough samples."""
-    program, found = call.program, dict[int, list[int]]()
-    if not program.is_parted:
-        return {}
-    for each in program.graph.instructions:
-        if each.kind is Kind.FORWARD and each.micro_batch in program.batch.micro_batches:
-            found.setdefault(each.stage, []).append(each.micro_batch)
-    sizes = {m: part.size for m, part in program.batch.micro_batches.items()}
-    most = MOST_COUNTED if program.traced.joins_counts else MOST_SAMPLES
-    chosen: dict[int, list[int]] = {}
-    for stage, parts in found.items():
-        size = max(map(sizes.__getitem__, parts))
-        chosen[stage] = [m for m in parts if sizes[m] == size][-max(1, most // size) :]
-    return chosen

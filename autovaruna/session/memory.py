@@ -1,8 +1,7 @@
-"""Says how much memory this rank may use and holds, and keeps the C library from giving it back in every step."""
+"""Says how much memory this rank may use, and holds."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 from pathlib import Path
@@ -12,9 +11,9 @@ from torch import nn
 
 from autovaruna.config.files import system_bytes
 from autovaruna.config.settings import Settings
+from autovaruna.heap import give_back_freed_memory
 from autovaruna.ranks.world import World
 
-_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
 _LATER_BYTES = 5 << 20
@@ -25,11 +24,7 @@ _FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 
 The first two are of the C library's heap, found from the settings of `benchmarks/prediction.py`: with
 ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``, and without, where small pieces that the library keeps for itself lie
 between holes. That of CUDA's caching allocator was 1.1 for gigabytes of them and up to 2 for a hundred megabytes."""
-MAPPED_BYTES = 32 << 20
-"""Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
 _SMALL_BYTES = 1 << 16  # tensors of less than this are few bytes beside others
-_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
-"""A user who sets one of these in ``GLIBC_TUNABLES`` has decided what is given back, and is followed."""
 
 
 def rank_memory(world: World, device: torch.device, settings: Settings) -> float:
@@ -105,25 +100,3 @@ def fragmentation(device: torch.device) -> float:
     if mapped_from.isdigit() and int(mapped_from) <= _SMALL_BYTES:
         return 1.0
     return _FRAGMENTATION if tunables.get("glibc.malloc.tcache_count") == "0" else _FRAGMENTATION_WITH_CACHE
-
-
-def keep_freed_memory() -> None:
-    """Lets the C library keep what tensors free, unless the user has set that.
-
-    Giving it back and getting it again takes up to a sixth of a step. Small pieces join their free neighbours at once:
-    those that wait to be used again keep tensors out of the holes beside them.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not is_set:
-        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_MXFAST, 0)
-
-
-def give_back_freed_memory() -> None:
-    """Gives memory that tracing and measuring have freed back to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -25,6 +25,7 @@ from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
 from autovaruna.graph.side_effects import apply_changes, put_constants
 from autovaruna.graph.traced import TracedModel
+from autovaruna.heap import give_back_freed_memory, keep_freed_memory
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
@@ -53,7 +54,7 @@ from autovaruna.session.agreement import (
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
 from autovaruna.session.device import on_own_gpu
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.memory import rank_memory, resident_bytes
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
@@ -490,6 +491,7 @@ class Session:
             settings=settings,
             world=world,
             device=device,
+            memory_bytes=rank_memory(world, device, settings),
             seed=self._seed(self._number_of_copy),
             loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
             asks_for_sums=lambda: run.is_synchronising,

@@ -13,6 +13,7 @@ import pytest
 from autovaruna.graph.records import Graph
 from autovaruna.planner.arrays import Array, Costs, CostTable, RangeTables, gradient_bytes
 from autovaruna.planner.prediction import Edges
+from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel
 from tests.planner.cases import make_graph, make_profile
 
@@ -139,3 +140,16 @@ def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:
     assert held.tied_once == tied.num_bytes
     assert MemoryModel(0.0).fixed(held) == 2 * held.parameters + held.buffers + tied.num_bytes
     assert np.isclose(held.trained, held.parameters)
+
+
+def test_samples_that_a_rank_has_memory_for_are_those_in_flight_and_what_the_limit_leaves_free() -> None:
+    """Once, a look at a step ran up to 16 samples at once on a rank that was planned for one or two."""
+    known = BlockBytes(2, saved_bytes=(30.0, 10.0, 60.0), work_bytes=(0.0,) * 3, process_bytes=100.0, fragmentation=2.0)
+    first = StagePlan((0, 1), (0,), needs_recompute=False, in_flight=2, memory_bytes=1000.0)
+    last = StagePlan((2,), (1,), needs_recompute=False, in_flight=4, memory_bytes=500.0)
+    plan = Plan((first, last), 2, 4, 2.0, "1f1b", block_bytes=known)
+    assert [plan.samples_inside(0, limit) for limit in (500.0, 900.0, 980.0)] == [4.0, 4.0, 4.0 + 80 / 40]
+    assert plan.samples_inside(1, 460.0) == 3 * 2 + 60 / 60  # with all four in flight there are no gradients yet
+    kept = replace(plan, stages=(replace(first, needs_recompute=True), last))
+    assert kept.samples_inside(0, 0.0) == 2.0
+    assert replace(plan, block_bytes=None).samples_inside(0, 0.0) == math.inf
