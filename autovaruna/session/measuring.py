@@ -53,11 +53,6 @@ BUDGET_SECONDS = 6.0
 _NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
-SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
-    "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
-    "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
-    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs", "compile_stages",
-)  # fmt: skip
 
 
 class SpeedWatch:

@@ -57,8 +57,9 @@ from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory,
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
-from autovaruna.session.preparation import GivenPlan, Preparation
+from autovaruna.session.preparation import FirstCall, GivenPlan, Prepared, prepare
 from autovaruna.session.recheck import TraceRecheck
+from autovaruna.session.record import start_trace
 from autovaruna.session.run import Run
 from autovaruna.session.traces import Traces
 from autovaruna.session.varying import VaryingNumbers
@@ -73,7 +74,7 @@ class Copies:
 
     def __init__(self, given_plan: GivenPlan | None = None) -> None:
         self.given_plan = given_plan
-        self.preparation: Preparation | None = None  # their common plan; None before the first call of any
+        self.prepared: Prepared | None = None  # their common plan; None before the first call of any
         self._members: list[ref[Session]] = []
 
     def add(self, session: Session) -> int:
@@ -121,10 +122,10 @@ class Session:
         self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
 
     @property
-    def preparation(self) -> Preparation:
-        """How the model and its copies were planned."""
-        assert self.copies.preparation is not None
-        return self.copies.preparation
+    def prepared(self) -> Prepared:
+        """How the model and its copies run."""
+        assert self.copies.prepared is not None
+        return self.copies.prepared
 
     @cached_property
     def is_plain(self) -> bool:
@@ -410,7 +411,7 @@ class Session:
 
     def _values_in(self, traced: TracedModel) -> BatchValues:
         if traced.key not in self._batch_values:
-            device = self.preparation.device
+            device = self.prepared.device
             self._batch_values[traced.key] = BatchValues(traced, lambda: self._model.state.buffers(), device)
         return self._batch_values[traced.key]
 
@@ -439,13 +440,13 @@ class Session:
         self.traces = Traces(model.module, settings, world, model.device)
         traced = self.traces.first(shared)
         model.read_state()
-        raw, given = self._optimizer.raw, self.copies.given_plan
-        preparation = Preparation(traced, shared, model, raw, run, resident_before=resident, given_plan=given)
-        plan = preparation.plan
+        call = FirstCall(traced, shared, model, self._optimizer.raw, settings, world, resident)
+        prepared = prepare(call, self.copies.given_plan)
+        plan = prepared.plan
         open_channel(settings.channel, set(plan.pairs()), plan.groups(), world, model.device)
         if optimizer is not None:
-            self._optimizer.step_over_part(preparation.placement, preparation.device)
-        self.copies.preparation = preparation
+            self._optimizer.step_over_part(prepared.placement, prepared.device)
+        self.copies.prepared = prepared
         with phase(logger, "splitting the model"):
             for each in self.copies.members():
                 each._split()
@@ -457,9 +458,9 @@ class Session:
 
     def _split(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
-        model, preparation = self._model, self.preparation
+        model, prepared = self._model, self.prepared
         names = self._persistence.pending_names()
-        model.state.distribute(preparation.placement, self._run.world, preparation.device, self._seed(0), names)
+        model.state.distribute(prepared.placement, self._run.world, prepared.device, self._seed(0), names)
         self.run_part()
         if self._optimizer.cut is not None:
             self._optimizer.cut.cut(model.state.parameters())
@@ -468,25 +469,25 @@ class Session:
 
     def run_part(self) -> None:
         """Makes what runs this rank's part, of a model that has been split."""
-        model, run, preparation = self._model, self._run, self.preparation
+        model, run, prepared = self._model, self._run, self.prepared
         settings, world = run.settings, run.world
-        plan, placement, device = preparation.plan, preparation.placement, preparation.device
+        plan, placement, device = prepared.plan, prepared.placement, prepared.device
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
             run.installed.callback(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
-            *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),
+            *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), prepared.held_memory),
             predicted_seconds=plan.predicted_seconds,
             bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
         )
         model.engine = Engine(
             state=model.state,
             plan=plan,
-            assignment=preparation.assignment,
+            assignment=prepared.assignment,
             placement=placement,
-            orders=preparation.orders,
+            orders=prepared.orders,
             settings=settings,
             world=world,
             device=device,
@@ -495,7 +496,7 @@ class Session:
             asks_for_sums=lambda: run.is_synchronising,
             metrics=run.metrics,
             of_model=run.of_model,
-            trace=None if self._number_of_copy else preparation.event_trace(run),
+            trace=None if self._number_of_copy else start_trace(run, type(model.module).__name__, prepared),
             step=lambda: run.step + 1,
             saved=self._persistence.words_of_saved,
         )
@@ -504,7 +505,7 @@ class Session:
 
     def _seed(self, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""
-        seed = self.preparation.seed if self._persistence.seed is None else self._persistence.seed
+        seed = self.prepared.seed if self._persistence.seed is None else self._persistence.seed
         return seed + number * _SEED_OF_COPY
 
 
