@@ -257,8 +257,8 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, num_again: int, ou
 def predicting_anew(wrapped: Any, optimizer: Any, batch: tuple[Any, ...], samples: int) -> Callable[[], float]:
     """Returns what predicts the seconds of a plan that runs, by what it measures when it is called. Collective."""
     from autovaruna.planner.candidate import priced
-    from autovaruna.session.agreement import BatchNumbers, SharedCall, input_groups
     from autovaruna.session.preparation import FirstCall
+    from autovaruna.session.shared_call import BatchNumbers, SharedCall, input_groups
 
     traced, world, settings, plan = wrapped._session.traces.latest, wrapped.world, wrapped.settings, wrapped.plan
     numbers = [BatchNumbers(samples, (), None)] * world.num_ranks

@@ -36,9 +36,9 @@ from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.agreement import input_groups
 from autovaruna.session.measuring import constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
 from autovaruna.session.memory import host_memory, keep_freed_memory
+from autovaruna.session.shared_call import input_groups
 
 _CPU = torch.device("cpu")
 _MOST_ROWS = 24

@@ -43,9 +43,9 @@ from autovaruna.profiler.optimizer_cost import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.ranks.torch_channel import open_to_measure
 from autovaruna.ranks.world import World, gather_on_all
-from autovaruna.session.agreement import SharedCall
 from autovaruna.session.links import measure_links, measure_sums
 from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
+from autovaruna.session.shared_call import SharedCall
 
 logger = logging.getLogger(__name__)
 MOST_TURNS = 2

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.facts import tensors_in
-from autovaruna.session.agreement import tokens_of
 from autovaruna.session.memory import HeldMemory
 from autovaruna.session.record import start_record
 from autovaruna.session.run import Run
+from autovaruna.session.shared_call import tokens_of
 
 
 class PlainCalls:

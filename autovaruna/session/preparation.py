@@ -42,10 +42,10 @@ from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
 from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.session.agreement import SharedCall
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, measured_problem, needs_gradient, optimizer_factor
 from autovaruna.session.memory import HeldMemory, rank_memory
 from autovaruna.session.model import WrappedModel
+from autovaruna.session.shared_call import SharedCall
 from autovaruna.stage.split import Assignment, assign
 
 GivenPlan = Plan | Callable[[Graph], Plan]

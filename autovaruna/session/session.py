@@ -6,20 +6,19 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna._torch import is_transforming
 from autovaruna.checkpoint.folder import words_of_newest
 from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, InputError, RankError
-from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.export.watchers import kept_by_hooks
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
@@ -28,30 +27,15 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
-from autovaruna.ranks.exchange import ALIKE, BLOCK
 from autovaruna.ranks.torch_channel import open_channel
-from autovaruna.ranks.world import World, gather_on_all
+from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.weights import register_shared_parameters, register_split
-from autovaruna.session.agreement import (
-    NORM_WANTED,
-    SNAPSHOT_LACKS,
-    STOP_WANTED,
-    TO_LEAVE,
-    BatchNumbers,
-    Report,
-    SameInputs,
-    SharedCall,
-    Totals,
-    check_alike,
-    compare_settings,
-    input_groups,
-)
-from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
-from autovaruna.session.device import on_own_gpu
+from autovaruna.session.agreement import Agreement, Known, compare_settings
+from autovaruna.session.batch_values import WholeBatch, micro_batch_weights
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
@@ -61,8 +45,8 @@ from autovaruna.session.preparation import FirstCall, GivenPlan, Prepared, prepa
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.record import start_trace
 from autovaruna.session.run import Run
-from autovaruna.session.traces import Traces
-from autovaruna.session.varying import VaryingNumbers
+from autovaruna.session.shared_call import SharedCall
+from autovaruna.session.traces import Traces, VaryingNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +100,8 @@ class Session:
         self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
         self._plain = PlainCalls(model.module, run)
-        self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
-        self._batch_values: dict[str, BatchValues] = {}
+        self._agreement = Agreement(model, run)
+        self._known: Known | None = None  # None: the model has not been split
         self._varying = VaryingNumbers(model.module)
         self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
 
@@ -172,16 +156,17 @@ class Session:
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
         exchanged = perf_counter() - began
-        self._same_inputs.compare(shared, warns=run.world.rank == 0)
+        self._agreement.same_inputs.compare(shared, warns=run.world.rank == 0)
         self._at_border()
         engine = model.engine or self._start(shared)
+        assert self._known is not None
+        traces, whole, _ = known = self._known
         batch = self._cut(shared, engine.plan.num_micro_batches)
-        assert self.traces is not None
-        traced = self.traces.of(shared, batch)
+        traced = traces.of(shared, batch)
         run.num_calls += 1
         lengths = traced.lengths_of(shared.call) or ()
-        values = self._values_of_batch(traced, shared, batch, lengths)
-        is_new = self.traces.num_traced > num_known
+        of_batch = whole.of_batch(traced, shared, batch, lengths, f"counting over the batch{run.of_model}")
+        is_new = traces.num_traced > num_known
         if is_new and engine.witness is not None:
             engine.witness.trace_seconds += perf_counter() - began
         if is_new and run.world.rank == 0:
@@ -189,22 +174,25 @@ class Session:
         if torch.is_grad_enabled():
             start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, lengths)
-        apply_changes(model.module, traced.changes)
-        sets, self._sets = self._sets, put_constants(model.module, traced.sets, self._sets)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, of_batch, lengths)
         if shared.call.tree.has_caches:
             fill_given((args, kwargs), returned)
-        for key in self.traces.forget_oldest():
+        for key in traces.forget_oldest():
             engine.forget(key)
-            self._batch_values.pop(key, None)
-            if self._recheck is not None:
-                self._recheck.kinds.pop(key, None)
-        kept = kept_by_hooks(model.module)[1] if traced.watched else {}
+            known.forget(key)
+        self._settle(traced, is_new)
+        return returned
+
+    def _settle(self, traced: TracedModel, is_new: bool) -> None:
+        """Leaves on the model what a forward leaves there, and takes that for what the script has not changed."""
+        module, guards = self._model.module, self._model.guards
+        apply_changes(module, traced.changes)
+        sets, self._sets = self._sets, put_constants(module, traced.sets, self._sets)
+        kept = kept_by_hooks(module)[1] if traced.watched else {}
         if is_new:
             self._record_trace(traced, kept)
         if is_new or kept or sets or traced.sets or traced.runs_own_code:  # all may set attributes
-            model.guards.settle(kept)
-        return returned
+            guards.settle(kept)
 
     def _at_border(self) -> None:
         """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""
@@ -257,163 +245,25 @@ class Session:
             assert self.traces is not None and self.traces.latest is not None
             self._record_trace(self.traces.latest)
 
-    # agree
-
     def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> SharedCall:
-        """Exchanges the ranks' reports of their calls, and joins these to one. Collective.
-
-        Ranks ask again if what they have found out leaves attributes out of the keys of calls, or is of parameters that
-        some ranks alone could freeze.
-        """
-        if self._model.engine is None:
+        """Joins the ranks' calls to one. Collective."""
+        if self._known is None:
             compare_settings(self._run.settings, self._run.world, has_plan=self.copies.given_plan is not None)
-        while (shared := self._join(args, kwargs, method)) is None:
-            pass
-        return shared
-
-    def _join(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> SharedCall | None:
-        """Returns the call that the ranks' reports make together; None: ask again. Collective."""
-        model, world, what = self._model, self._run.world, f"reading the model's inputs{self._run.of_model}"
-        try:
-            call, tensors = self._read(args, kwargs, method)
-            own = self._report(call, tensors)
-        except Exception as error:
-            world.exchange(what, error)  # raises on all ranks
-            raise
-        alike, numbers = self._exchange(own, what)
-        if self._drop_unread_attributes(call, {key for key, _ in alike}):
-            return None
-        shared = SharedCall(call, tensors, self._run.num_calls, self._same_inputs.groups, numbers)
-        try:
-            check_alike(shared, alike, self._words, world)
-        except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
-            if model.engine is None or not model.state.follow_frozen(model.placement, world):
-                raise
-            return None
-        return shared
-
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> tuple[CallSpec, list[Tensor]]:
-        """Returns what this rank calls the model with, and its tensors; looks at the model that the call is of."""
-        mode = self._model.guards.words(method)
-        self._model.check_parameters()
-        tensors, call = self._reader.read(args, kwargs, mode, method)
-        self._recheck_trace(call)
-        return call, on_own_gpu(tensors, self._model.device)
-
-    def _exchange(self, own: Report, what: str) -> tuple[list[tuple[str, str]], list[BatchNumbers]]:
-        """Returns what is to be alike of all ranks' reports, or of one if no two differ, and numbers of each rank."""
-        run, world = self._run, self._run.world
-        found = world.exchange(what, None, repr(own.alike).encode(), own.flags, own.numbers.to_bytes())
-        run.is_stop_agreed |= bool(found.flags & STOP_WANTED)
-        if run.manager is not None:
-            run.manager.agree(not found.flags & SNAPSHOT_LACKS, bool(found.flags & TO_LEAVE))
-        numbers = [own.numbers] * world.num_ranks
-        if found.differs(ALIKE):
-            return world.gather_objects(own.alike, what), numbers
-        if found.differs(BLOCK):
-            numbers = list(map(BatchNumbers.of_bytes, found.blocks()))
-        run.metrics.collect(bool(found.flags & NORM_WANTED), [each.metrics for each in numbers])
-        return [own.alike], numbers
-
-    def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
-        run, manager, engine = self._run, self._run.manager, self._model.engine
-        flags = STOP_WANTED * run.is_stop_wanted_here
-        if manager is not None:
-            flags |= SNAPSHOT_LACKS * (not manager.is_snapshot_ready) | TO_LEAVE * manager.is_to_leave
-        inputs = self._same_inputs.digests(call, run.num_calls, tensors)
-        wants_norm, metrics = run.metrics.report()
-        flags |= NORM_WANTED * wants_norm
-        actions = (*run.actions.digest(), *(engine.script_actions.values() if engine else ()), run.is_synchronising)
-        numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
-        return Report((call.key, repr(actions)), flags, numbers)
-
-    def _words(self) -> dict[str, str]:
-        """Returns what this rank's script has done since the start, in words."""
-        engine = {} if self._model.engine is None else self._model.engine.script_actions
-        return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
-
-    def _drop_unread_attributes(self, call: CallSpec, keys: Collection[str]) -> bool:
-        """Leaves attributes that no trace reads out of keys of new calls; says whether there were any. Collective."""
-        world, guards, traces = self._run.world, self._model.guards, self.traces
-        if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
-            return False
-        found = world.gather_objects((guards.doubtful(), guards.filled), "comparing changed attributes")
-        filled = set().union(*(each for _, each in found))
-        names = set().union(*(each for each, _ in found)) - filled
-        guards.filled = set()
-        if filled:
-            guards.record_trial((), filled, ())
-        if not names:
-            return bool(filled)
-        trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
-        unread = set.intersection(*(unread for unread, _ in trials))
-        guards.record_trial(names, unread, set().union(*(read for _, read in trials)))
-        if unread and world.rank == 0:
-            text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
-            logger.info(text, ", ".join(sorted(unread)))
-        return bool(unread or filled)
+        return self._agreement.agree(args, kwargs, method, self._known)
 
     def _record_trace(self, traced: TracedModel, kept: Collection[int] = ()) -> None:
         """Takes the state of the model as that of a new trace."""
-        if self._recheck is not None:
-            self._recheck.record(traced)
+        if self._known is not None and self._known.recheck is not None:
+            self._known.recheck.record(traced)
         if counted := {full_name(each.path, each.name) for each in traced.changes}:
             self._model.guards.record_trial((), counted, ())
         self._model.guards.start(kept)
-
-    def _recheck_trace(self, call: CallSpec) -> None:
-        """Makes sure, in a few calls, that the forward is what was traced."""
-        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.find(call)
-        if traced is not None and self._recheck is not None and self._recheck.recheck(traced):
-            self._model.guards.settle()
-
-    @cached_property
-    def _recheck(self) -> TraceRecheck | None:
-        """What looks at the forward again; None: that is turned off."""
-        assert self.traces is not None and self._model.engine is not None
-        witness = self._model.engine.witness
-        if witness is None or not self._run.settings.recheck_trace:
-            return None
-        return TraceRecheck(self._model.module, self.traces, self._run.world, witness)
-
-    @cached_property
-    def _same_inputs(self) -> SameInputs:
-        return SameInputs(input_groups(self._run.settings, self._run.world.num_ranks))
 
     def _cut(self, shared: SharedCall, num_micro_batches: int) -> GlobalBatch:
         settings = self._run.settings
         batch = cut_batch(shared.sizes, num_micro_batches, shared.groups)
         weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, self._run.world)
         return weight_micro_batches(batch, weights, settings.reduction == "sum")
-
-    def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
-        """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
-        traced = None if self.traces is None else self.traces.find(call)
-        if traced is None:
-            return None
-        lengths = traced.lengths_of(call) or ()
-        return self._values_in(traced).of_samples(tensors, call.batch_size, lengths) if traced.totals else []
-
-    def _values_of_batch(
-        self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch, lengths: tuple[int, ...]
-    ) -> ValuesOfBatch:
-        """Returns what micro-batches are given of the whole batch. Collective if the graph is new."""
-        if not traced.totals:
-            return {}
-        values = self._values_in(traced)
-        reported: Sequence[Totals | None] = [each.totals for each in shared.numbers]
-        if None in reported:  # on every rank
-            own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
-            reported = gather_on_all(self._run.world, own, f"counting over the batch{self._run.of_model}")
-        first = [ranks[0] for ranks in shared.groups]
-        totals = [reported[rank] or [] for rank in first]
-        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch, lengths)
-
-    def _values_in(self, traced: TracedModel) -> BatchValues:
-        if traced.key not in self._batch_values:
-            device = self.prepared.device
-            self._batch_values[traced.key] = BatchValues(traced, lambda: self._model.state.buffers(), device)
-        return self._batch_values[traced.key]
 
     # trace, measure, plan
 
@@ -500,6 +350,10 @@ class Session:
             step=lambda: run.step + 1,
             saved=self._persistence.words_of_saved,
         )
+        witness, recheck = model.engine.witness, None
+        if witness is not None and settings.recheck_trace:
+            recheck = TraceRecheck(model.module, self.traces, world, witness)
+        self._known = Known(self.traces, WholeBatch(model.state.buffers, world, device), recheck)
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         model.guards.settle()
 

@@ -30,8 +30,8 @@ from autovaruna.profiler.measure import Key, Pace, PartCost
 from autovaruna.ranks.environment import LOCAL_RANK_VARIABLES
 from autovaruna.ranks.world import World
 from autovaruna.session import measuring, traces
-from autovaruna.session.device import find_device, move_to_own_device, on_own_gpu
 from autovaruna.session.measuring import SpeedWatch, Turn, measure_together, persistent_speeds
+from autovaruna.session.model import find_device, move_to_own_device, on_own_gpu
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.profiler.models import WIDTH, Mlp
