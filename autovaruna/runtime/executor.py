@@ -220,9 +220,9 @@ class Executor:
                 if position >= mail.due:
                     mail.go_to(position)
                 world.poll()
-        metrics, waited = self._rank.metrics, mail.waited_seconds - waited_before
-        metrics.work_seconds += perf_counter() - start - waited
-        metrics.bubble_seconds += waited
+        account, waited = self._rank.metrics.account, mail.waited_seconds - waited_before
+        account.work += perf_counter() - start - waited
+        account.bubble += waited
         for stage in idle:
             graph.book.end_stage(stage)
 

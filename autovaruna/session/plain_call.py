@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.facts import tensors_in
+from autovaruna.runtime.metrics import Subject
 from autovaruna.session.memory import HeldMemory
 from autovaruna.session.record import start_record
 from autovaruna.session.run import Run
@@ -34,7 +35,7 @@ class PlainCalls:
         if not self._is_followed:
             self._is_followed, model = True, self._model
             device = next((each.device for each in model.parameters()), torch.device("cpu"))
-            run.metrics.follow(0, 1, WeakMethod(model.parameters), HeldMemory(device, model), is_plain=True)
+            run.metrics.follow(Subject(parameters=WeakMethod(model.parameters), memory=HeldMemory(device, model)))
             start_record(run, type(model).__name__)
             began = perf_counter()
         run.metrics.begin_call(began, *self._size(args, kwargs))

@@ -22,7 +22,7 @@ from autovaruna.elastic.notices import EventLog
 from autovaruna.planner.table import module_range
 from autovaruna.ranks.world import on_all
 from autovaruna.runtime.timeline import EventTrace
-from autovaruna.schedule.simulation import LostTime
+from autovaruna.schedule.simulation import StepSeconds
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.preparation import Prepared
 from autovaruna.session.run import Run
@@ -60,9 +60,9 @@ class RunRecord:
         step = self._run.step
         self._write("step", f"step {step}", step=step, **self._run.metrics.to_dict())
 
-    def record_account(self, number: int, seconds: float, predicted: float, lost: Sequence[LostTime]) -> None:
+    def record_account(self, number: int, predicted: float, lost: Sequence[StepSeconds]) -> None:
         """Records where the seconds of a step went on each rank."""
-        times = {"call": number, "seconds": seconds, "predicted_seconds": predicted}
+        times = {"call": number, "seconds": lost[0].step, "predicted_seconds": predicted}
         self._write("account", f"where call {number} went", **times, ranks=[each.parts for each in lost])
 
 

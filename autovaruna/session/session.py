@@ -31,6 +31,7 @@ from autovaruna.ranks.torch_channel import open_channel
 from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.metrics import Subject
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.weights import register_shared_parameters, register_split
@@ -146,7 +147,7 @@ class Session:
         """Reports to the manager of the job, if there is one, that the rank is in a call."""
         manager, engine = self._run.manager, self._model.engine
         if manager is not None:
-            manager.begin_call(self._run.step, self._run.metrics.work_seconds, engine.plan if engine else None)
+            manager.begin_call(self._run.step, self._run.metrics.account.work, engine.plan if engine else None)
         yield
         if manager is not None:
             manager.end_call()
@@ -328,9 +329,15 @@ class Session:
             run.installed.callback(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
-            *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), prepared.held_memory),
-            predicted_seconds=plan.predicted_seconds,
-            bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
+            Subject(
+                rank=world.rank,
+                num_ranks=world.num_ranks,
+                parameters=WeakMethod(model.counted_parameters),
+                memory=prepared.held_memory,
+                predicted_seconds=plan.predicted_seconds,
+                bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
+                is_plain=False,
+            )
         )
         model.engine = Engine(
             state=model.state,
