@@ -35,8 +35,7 @@ from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of, steps_here
 from autovaruna.runtime.witness import Witness
 from autovaruna.schedule.pipeline import Kind, Schedule
-from autovaruna.stage.compiled import CompiledPiece
-from autovaruna.stage.module import StageModule
+from autovaruna.stage.module import CompiledPiece, StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)
