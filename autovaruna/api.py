@@ -290,12 +290,12 @@ class AutoVaruna(nn.Module):
         """Drops the gradients of the model, those that are kept back included."""
         super().zero_grad(set_to_none)
         if self._wrapped.engine is not None:
-            self._wrapped.engine.backwards.drop_kept(set(self._wrapped.parameter_names))
+            self._wrapped.engine.rank.backwards.drop_kept(set(self._wrapped.parameter_names))
 
     def allreduce_grads(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
         if self._wrapped.engine is not None:
-            self._wrapped.engine.backwards.synchronise()
+            self._wrapped.engine.rank.backwards.synchronise()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.

@@ -209,7 +209,7 @@ class WholeStep(Step):
         self._gradients = StepGradients()
         self._loss: Tensor | None = None
         every, loss = self._program.outputs, self._program.loss_place
-        self._delivered = every if rank.delivers_all else {loss: every[loss]}
+        self._delivered = every if rank.settings.outputs == "all" else {loss: every[loss]}
 
     def _run(self) -> list[Tensor | None]:
         program = self._program

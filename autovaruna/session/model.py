@@ -157,8 +157,8 @@ class WrappedOptimizer:
     def _drop_kept(self) -> None:
         """Drops gradients that were kept back, where a script drops those of the optimizer's parameters."""
         engine = self._model.engine
-        if engine is not None and engine.backwards.owes_gradients and (cut := self.follow_groups()) is not None:
-            engine.backwards.drop_kept(set(chain(*cut.names)))
+        if engine is not None and engine.rank.backwards.owes_gradients and (cut := self.follow_groups()) is not None:
+            engine.rank.backwards.drop_kept(set(chain(*cut.names)))
 
     @property
     def raw(self) -> torch.optim.Optimizer | None:
@@ -184,7 +184,7 @@ class WrappedOptimizer:
         cut = self._joined(optimizer)
         self._watch(cut)
         if self._model.engine is not None:
-            self._model.engine.loss_scale.follow(optimizer)
+            self._model.engine.rank.loss_scale.follow(optimizer)
         self.step_over_part(self._model.placement, device)
 
     def _joined(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:

@@ -31,10 +31,12 @@ from autovaruna.ranks.torch_channel import open_channel
 from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.executor import RankContext
 from autovaruna.runtime.metrics import Subject
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.weights import register_shared_parameters, register_split
+from autovaruna.runtime.witness import witness_of
 from autovaruna.session.agreement import Agreement, Known, compare_settings
 from autovaruna.session.batch_values import WholeBatch, micro_batch_weights
 from autovaruna.session.manager_link import refuse_several
@@ -168,8 +170,8 @@ class Session:
         lengths = traced.lengths_of(shared.call) or ()
         of_batch = whole.of_batch(traced, shared, batch, lengths, f"counting over the batch{run.of_model}")
         is_new = traces.num_traced > num_known
-        if is_new and engine.witness is not None:
-            engine.witness.trace_seconds += perf_counter() - began
+        if is_new and engine.rank.witness is not None:
+            engine.rank.witness.trace_seconds += perf_counter() - began
         if is_new and run.world.rank == 0:
             self._varying.record(shared.call, model.guards.counted(), perf_counter() - began)
         if torch.is_grad_enabled():
@@ -339,25 +341,25 @@ class Session:
                 is_plain=False,
             )
         )
-        model.engine = Engine(
-            state=model.state,
-            plan=plan,
-            assignment=prepared.assignment,
-            placement=placement,
-            orders=prepared.orders,
-            settings=settings,
-            world=world,
-            device=device,
-            seed=self._seed(self._number_of_copy),
-            loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
-            asks_for_sums=lambda: run.is_synchronising,
-            metrics=run.metrics,
-            of_model=run.of_model,
-            trace=None if self._number_of_copy else start_trace(run, type(model.module).__name__, prepared),
+        witness = witness_of(
+            *(settings, model.module, world, device, plan.predicted_seconds),
             step=lambda: run.step + 1,
             saved=self._persistence.words_of_saved,
         )
-        witness, recheck = model.engine.witness, None
+        rank = RankContext(
+            world=world,
+            device=device,
+            state=model.state,
+            settings=settings,
+            loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
+            metrics=run.metrics,
+            asks_for_sums=lambda: run.is_synchronising,
+            trace=None if self._number_of_copy else start_trace(run, type(model.module).__name__, prepared),
+            witness=witness,
+        )
+        seed = self._seed(self._number_of_copy)
+        model.engine = Engine(rank, plan, prepared.assignment, placement, prepared.orders, seed, run.of_model)
+        recheck = None
         if witness is not None and settings.recheck_trace:
             recheck = TraceRecheck(model.module, self.traces, world, witness)
         self._known = Known(self.traces, WholeBatch(model.state.buffers, world, device), recheck)
