@@ -140,20 +140,14 @@ class MeasuredModel:
         """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, the same on all. Collective."""
 
         def measure_own(turn: Turn) -> dict[Key, PartCost]:
-            def report(done: int, total: int) -> None:
-                advance(turn.place * total + done, turn.num_turns * total)
-
             return measure(
-                self.traced,
-                self.model,
-                sizes,
-                self.watch.device,
+                *(self.traced, self.model, sizes, self.watch.device),
                 iterations=turn.iterations,
                 budget_seconds=turn.budget_seconds,
                 share=turn.share,
                 known=known,
                 inputs=self.tensors,
-                on_progress=report,
+                on_progress=lambda done, total: advance(turn.place * total + done, turn.num_turns * total),
             )
 
         costs = measure_together(self.watch, self.settings.profile_iterations, measure_own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autovaruna._torch import is_transforming
 from autovaruna.checkpoint.folder import words_of_newest
@@ -20,6 +21,7 @@ from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, InputError, RankError
 from autovaruna.graph.export.watchers import kept_by_hooks
+from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
 from autovaruna.graph.side_effects import apply_changes, put_constants
@@ -40,15 +42,14 @@ from autovaruna.runtime.witness import witness_of
 from autovaruna.session.agreement import Agreement, Known, compare_settings
 from autovaruna.session.batch_values import WholeBatch, micro_batch_weights
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.memory import HeldMemory, give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.persistence import Persistence
-from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import FirstCall, GivenPlan, Prepared, prepare
 from autovaruna.session.recheck import TraceRecheck
-from autovaruna.session.record import start_trace
+from autovaruna.session.record import start_record, start_trace
 from autovaruna.session.run import Run
-from autovaruna.session.shared_call import SharedCall
+from autovaruna.session.shared_call import SharedCall, tokens_of
 from autovaruna.session.traces import Traces, VaryingNumbers
 
 logger = logging.getLogger(__name__)
@@ -389,3 +390,68 @@ def all_in_mode(model: nn.Module, *, is_training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+class PlainCalls:
+    """The calls of a model as it is, on one process that needs no plan; counts its steps for `Metrics`."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        self._model, self._run = model, run
+        self._is_followed = False
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the model; a backward from what it returns is a step."""
+        run, began = self._run, perf_counter()
+        run.num_calls += 1
+        if not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        if not self._is_followed:
+            self._is_followed, model = True, self._model
+            device = next((each.device for each in model.parameters()), torch.device("cpu"))
+            run.metrics.follow(Subject(parameters=WeakMethod(model.parameters), memory=HeldMemory(device, model)))
+            start_record(run, type(model).__name__)
+            began = perf_counter()
+        run.metrics.begin_call(began, *self._size(args, kwargs))
+        returned = self._model(*args, **kwargs)
+        self._watch(returned)
+        return returned
+
+    def _size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns how many samples a call has, and tokens."""
+        dimensions, named = dict(self._run.settings.batch_dims), dict[str, Any](all=(args, kwargs))
+        if dimensions:
+            named = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments
+        shapes = []
+        for name, value in named.items():
+            for tensor in tensors_in(value):
+                shape, place = list(tensor.shape), dimensions.get(name, 0)
+                if len(shape) > place:
+                    shapes.append(((shape.pop(place), *shape), tensor.dtype))
+        samples = shapes[0][0][0] if shapes else 0
+        return samples, samples * tokens_of(shape for shape in shapes if shape[0][0] == samples)
+
+    def _watch(self, returned: Any) -> None:
+        """Records a step once a backward reaches the loss among what a call returned, or else any of it."""
+        number, metrics, loss = self._run.num_calls, self._run.metrics, _loss_in(returned)
+        value = None if loss is None else loss.detach().clone()  # the script may scale it in place
+
+        def record(_: Any) -> None:
+            metrics.record(number, value, lambda: "the loss is not finite", is_loss=value is not None)
+
+        for each in [loss] if loss is not None else _with_gradient(returned):
+            assert each.grad_fn is not None
+            each.grad_fn.register_prehook(record)
+
+
+def _with_gradient(returned: Any) -> Iterator[Tensor]:
+    values = [*returned.values()] if isinstance(returned, Mapping) else returned
+    return (each for each in tensors_in(values) if each.grad_fn is not None)
+
+
+def _loss_in(returned: Any) -> Tensor | None:
+    """Returns what is called the loss, or the only number with a gradient; None: there is neither."""
+    named = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    if isinstance(named, Tensor) and named.numel() == 1 and named.grad_fn is not None:
+        return named
+    numbers = [each for each in _with_gradient(returned) if each.dim() == 0]
+    return numbers[0] if len(numbers) == 1 else None
