@@ -171,10 +171,8 @@ class Session:
         lengths = traced.lengths_of(shared.call) or ()
         of_batch = whole.of_batch(traced, shared, batch, lengths, f"counting over the batch{run.of_model}")
         is_new = traces.num_traced > num_known
-        if is_new and engine.rank.witness is not None:
-            engine.rank.witness.trace_seconds += perf_counter() - began
-        if is_new and run.world.rank == 0:
-            self._varying.record(shared.call, model.guards.counted(), perf_counter() - began)
+        if is_new:
+            self._count_trace(shared, perf_counter() - began)
         if torch.is_grad_enabled():
             start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
@@ -186,6 +184,14 @@ class Session:
             known.forget(key)
         self._settle(traced, is_new)
         return returned
+
+    def _count_trace(self, shared: SharedCall, seconds: float) -> None:
+        """Counts what a call has taken that was traced."""
+        engine = self._model.engine
+        if engine is not None and engine.rank.witness is not None:
+            engine.rank.witness.trace_seconds += seconds
+        if self._run.world.rank == 0:
+            self._varying.record(shared.call, self._model.guards.counted(), seconds)
 
     def _settle(self, traced: TracedModel, is_new: bool) -> None:
         """Leaves on the model what a forward leaves there, and takes that for what the script has not changed."""
