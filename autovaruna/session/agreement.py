@@ -1,4 +1,7 @@
-"""Defines `Agreement`: has the ranks agree on each call, and on all that scripts have done but for the samples."""
+"""Defines `Agreement`: has the ranks agree on each call, and on all that scripts have done but for the samples.
+
+`agree` joins the reports of all ranks to a `SharedCall`; `find` says what serves it: graph, micro-batches, values.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from torch import Tensor
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
+from autovaruna.graph.traced import TracedModel
 from autovaruna.ranks.exchange import ALIKE, BLOCK, differences
 from autovaruna.ranks.world import World
-from autovaruna.session.batch_values import WholeBatch
+from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
+from autovaruna.session.batch_values import ValuesOfBatch, WholeBatch, micro_batch_weights
 from autovaruna.session.model import WrappedModel, on_own_gpu
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
@@ -59,6 +64,15 @@ class Known(NamedTuple):
             self.recheck.kinds.pop(key, None)
 
 
+class Found(NamedTuple):
+    """What serves a call: graph, micro-batches, the lengths that vary, and what is told of the whole batch."""
+
+    traced: TracedModel
+    batch: GlobalBatch
+    lengths: tuple[int, ...]
+    of_batch: ValuesOfBatch
+
+
 class Agreement:
     """The ranks' agreement on calls of one model."""
 
@@ -97,6 +111,16 @@ class Agreement:
                     raise
                 continue
             return shared
+
+    def find(self, shared: SharedCall, known: Known, num_micro_batches: int) -> Found:
+        """Finds what serves a call of a model that has been split. Collective, if its graph is new."""
+        run, settings = self._run, self._run.settings
+        batch = cut_batch(shared.sizes, num_micro_batches, shared.groups)
+        weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, run.world)
+        batch = weight_micro_batches(batch, weights, settings.reduction == "sum")
+        traced = known.traces.of(shared, batch)
+        lengths, what = traced.lengths_of(shared.call) or (), f"counting over the batch{run.of_model}"
+        return Found(traced, batch, lengths, known.values.of_batch(traced, shared, batch, lengths, what))
 
     def _read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str, known: Known | None

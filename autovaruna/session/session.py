@@ -31,7 +31,6 @@ from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
 from autovaruna.ranks.torch_channel import open_channel
 from autovaruna.ranks.world import World
-from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.executor import RankContext
 from autovaruna.runtime.metrics import Subject
@@ -40,7 +39,7 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.weights import register_shared_parameters, register_split
 from autovaruna.runtime.witness import witness_of
 from autovaruna.session.agreement import Agreement, Known, compare_settings
-from autovaruna.session.batch_values import WholeBatch, micro_batch_weights
+from autovaruna.session.batch_values import WholeBatch
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import HeldMemory, give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
@@ -163,14 +162,11 @@ class Session:
         self._agreement.same_inputs.compare(shared, warns=run.world.rank == 0)
         self._at_border()
         engine = model.engine or self._start(shared)
-        assert self._known is not None
-        traces, whole, _ = known = self._known
-        batch = self._cut(shared, engine.plan.num_micro_batches)
-        traced = traces.of(shared, batch)
+        known = self._known
+        assert known is not None
+        traced, batch, lengths, of_batch = self._agreement.find(shared, known, engine.plan.num_micro_batches)
         run.num_calls += 1
-        lengths = traced.lengths_of(shared.call) or ()
-        of_batch = whole.of_batch(traced, shared, batch, lengths, f"counting over the batch{run.of_model}")
-        is_new = traces.num_traced > num_known
+        is_new = known.traces.num_traced > num_known
         if is_new:
             self._count_trace(shared, perf_counter() - began)
         if torch.is_grad_enabled():
@@ -179,7 +175,7 @@ class Session:
         returned = engine.run(traced, shared.tensors, shared.number, batch, of_batch, lengths)
         if shared.call.tree.has_caches:
             fill_given((args, kwargs), returned)
-        for key in traces.forget_oldest():
+        for key in known.traces.forget_oldest():
             engine.forget(key)
             known.forget(key)
         self._settle(traced, is_new)
@@ -268,12 +264,6 @@ class Session:
         if counted := {full_name(each.path, each.name) for each in traced.changes}:
             self._model.guards.record_trial((), counted, ())
         self._model.guards.start(kept)
-
-    def _cut(self, shared: SharedCall, num_micro_batches: int) -> GlobalBatch:
-        settings = self._run.settings
-        batch = cut_batch(shared.sizes, num_micro_batches, shared.groups)
-        weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, self._run.world)
-        return weight_micro_batches(batch, weights, settings.reduction == "sum")
 
     # trace, measure, plan
 
