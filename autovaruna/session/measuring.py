@@ -14,7 +14,6 @@ from statistics import fmean, median, median_low
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -248,19 +247,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int]) -> Profile:
     if world.hosts.index(host) != world.rank:
         cache = None  # the first rank of a host reads and writes it
     lasting = lasting_parts(subject.traced, sizes)
-    here: dict[Key, PartCost] = {}
-
-    def read() -> bytes:
-        here.update(cache.read(lasting) if cache else {})
-        return np.packbits(np.array([key in here for key in lasting], bool)).tobytes()
-
-    what = "reading saved measurements"
-    rows = [np.unpackbits(np.frombuffer(bits, np.uint8)) for bits in gather_on_all(world, read, what)]
-    mine = {}
-    for place, key in enumerate(lasting):  # each goes once, from the last rank that has it
-        if key in here and not any(row[place] for row in rows[world.rank + 1 :]):
-            mine[key] = here[key]
-    known = merge(world.gather_objects(mine, what))
+    known = merge(gather_on_all(world, lambda: cache.read(lasting) if cache else {}, "reading saved measurements"))
     with progress_bar("measuring", settings.progress and world.rank == 0) as advance:
         fresh = subject.measure(sizes, known, advance=advance)
     if cache:
