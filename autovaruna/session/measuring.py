@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from statistics import fmean, median, median_low
+from statistics import fmean, median, median_high, median_low
 from time import perf_counter
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class SpeedWatch:
         """Returns the speeds by one number of each `Pace`, relative to the typical rank's."""
         samples = []
         for paces in self._samples:
-            typical = sorted(pace.typical for pace in paces)[len(paces) // 2]
+            typical = median_high(pace.typical for pace in paces)
             samples.append([typical / getattr(pace, kind) for pace in paces])
         return persistent_speeds(samples)
 
@@ -98,7 +98,7 @@ def persistent_speeds(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
     A rank differs from the typical one, and that one from speed 1, if it does so in every sample, in the same direction
     and by more than noise: other programs that take turns on its core are gone when the model trains.
     """
-    middles = [sorted(speeds)[len(speeds) // 2] for speeds in samples]
+    middles = list(map(median_high, samples))
     to_middle = [[speed / middle for speed in speeds] for speeds, middle in zip(samples, middles, strict=True)]
     return tuple(_where_alike(middles) * _where_alike(speeds) for speeds in zip(*to_middle, strict=True))
 
