@@ -45,7 +45,7 @@ from autovaruna.session.generation import calls_together, has_encoder
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.model import WrappedModel, WrappedOptimizer, parallel_kinds, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
-from autovaruna.session.preparation import GivenPlan, Preparation, settings_with
+from autovaruna.session.preparation import GivenPlan, Prepared, settings_with
 from autovaruna.session.run import Run
 from autovaruna.session.session import Copies, Session
 
@@ -174,9 +174,9 @@ class AutoVaruna(nn.Module):
         return self._wrapped.engine.plan if self._wrapped.engine is not None else None
 
     @property
-    def preparation(self) -> Preparation:
+    def preparation(self) -> Prepared:
         """How the model and its copies were planned."""
-        return self._session.preparation
+        return self._session.prepared
 
     @property
     def metrics(self) -> Metrics:
@@ -198,7 +198,7 @@ class AutoVaruna(nn.Module):
 
     def save_deployment(self, path: str) -> None:
         """Writes the plan, with what it is valid for, to a file; InputError if there is no plan yet."""
-        if self._session.copies.preparation is None:
+        if self._session.copies.prepared is None:
             raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
         self.preparation.save(path)
 
@@ -290,12 +290,12 @@ class AutoVaruna(nn.Module):
         """Drops the gradients of the model, those that are kept back included."""
         super().zero_grad(set_to_none)
         if self._wrapped.engine is not None:
-            self._wrapped.engine.backwards.drop_kept(set(self._wrapped.parameter_names))
+            self._wrapped.engine.rank.backwards.drop_kept(set(self._wrapped.parameter_names))
 
     def allreduce_grads(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
         if self._wrapped.engine is not None:
-            self._wrapped.engine.backwards.synchronise()
+            self._wrapped.engine.rank.backwards.synchronise()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.

@@ -25,7 +25,7 @@ from autovaruna.ranks.exchange import Parts, RankExchange, digest, keep_part
 from autovaruna.ranks.transport.base import DONE
 from autovaruna.ranks.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.ranks.world import World
-from autovaruna.session.agreement import BatchNumbers
+from autovaruna.session.shared_call import BatchNumbers
 
 NUM_PARAMETERS = 1200
 """Norms that clipping tells, of all ranks together: the parameters of GPT-3."""

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 if TYPE_CHECKING:
     from autovaruna.ranks.world import World
-    from autovaruna.session.preparation import Preparation
 
 MOST_DRIFT, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 40
 """What the fixed work may change by in a turn that counts."""
@@ -237,34 +236,50 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, num_again: int, ou
     model = model_of(setting.model)
     optimizer = optimizer_of(setting.optimizer, model)
     wrapped = AutoVaruna(model, optimizer, **QUIET, **setting.settings)
-    step = train(wrapped, optimizer, batch_of(setting.model, setting.samples, get_rank()), barrier)
+    batch = batch_of(setting.model, setting.samples, get_rank())
+    step = train(wrapped, optimizer, batch, barrier)
     for _ in range(2):
         step()
     forget_peak()
     for _ in range(num_steps):
         step()
     measured = resident_bytes("VmHWM") - empty
-    turns, num_taken_again = take_turns(wrapped.preparation, step, num_turns, num_again, world)
     plan = wrapped.plan
     assert plan is not None
+    predict = predicting_anew(wrapped, optimizer, batch, setting.samples)
+    turns, num_taken_again = take_turns(predict, step, num_turns, num_again, world)
     predicted, peaks = zip(*world.gather_objects((plan.rank_bytes()[world.rank], measured), "bytes"), strict=True)
     if world.rank == 0:
         words = f"{plan.schedule} S={plan.num_stages} M={plan.num_micro_batches}"
         output.write_text(json.dumps(asdict(Found(words, turns, num_taken_again, predicted, peaks))), encoding="utf-8")
 
 
+def predicting_anew(wrapped: Any, optimizer: Any, batch: tuple[Any, ...], samples: int) -> Callable[[], float]:
+    """Returns what predicts the seconds of a plan that runs, by what it measures when it is called. Collective."""
+    from autovaruna.planner.candidate import priced
+    from autovaruna.session.preparation import FirstCall
+    from autovaruna.session.shared_call import BatchNumbers, SharedCall, input_groups
+
+    traced, world, settings, plan = wrapped._session.traces.latest, wrapped.world, wrapped.settings, wrapped.plan
+    numbers = [BatchNumbers(samples, (), None)] * world.num_ranks
+    shared = SharedCall(traced.call, batch, 0, input_groups(settings, world.num_ranks), numbers)
+    call = FirstCall(traced, shared, wrapped._wrapped, optimizer, settings, world)
+    factor = float(wrapped.preparation.fingerprint.settings["optimizer_bytes_factor"])
+    return lambda: priced(plan, replace(call.problem(factor), shares_state=plan.shares_state)).predicted_seconds
+
+
 def take_turns(
-    preparation: Preparation, step: Callable[[], float], count: int, num_again: int, world: World
+    predict: Callable[[], float], step: Callable[[], float], count: int, num_again: int, world: World
 ) -> tuple[list[Turn], int]:
     """Returns the turns that count, and how many do not. Collective."""
     turns: list[Turn] = []
     while len(turns) < (1 + num_again) * count and sum(turn.drift <= MOST_DRIFT for turn in turns) < count:
-        turns.append(take_turn(preparation, step, world))
+        turns.append(take_turn(predict, step, world))
     calmest = sorted(turns, key=lambda turn: turn.drift)[:count]
     return calmest, len(turns) - len(calmest)
 
 
-def take_turn(preparation: Preparation, step: Callable[[], float], world: World) -> Turn:
+def take_turn(predict: Callable[[], float], step: Callable[[], float], world: World) -> Turn:
     """Predicts from what is measured now, then takes steps, each as slow as its slowest rank. Collective."""
     from autovaruna.interception.modules import own_code
     from autovaruna.profiler.measure import call_seconds
@@ -272,7 +287,7 @@ def take_turn(preparation: Preparation, step: Callable[[], float], world: World)
     call_seconds.cache_clear()
     references = [reference_seconds(world)]
     with own_code():  # steps of optimizers that are tried are not the script's
-        predicted = preparation.measured_again().predicted_seconds
+        predicted = predict()
     references.append(reference_seconds(world))
     step()  # what measuring has left in the caches is no part of a step
     seconds = [slowest(step(), world) for _ in range(STEPS_OF_A_TURN)]

@@ -31,6 +31,8 @@ LEVELS = {
     "ranks": "launcher tls transport > exchange > deadlock > reduction > world > buckets environment torch_channel",
     "runtime": "metrics autograd remote_parameter batch mail timeline > weights"
     " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",
+    "session": "links manager_link memory shared_call > batch_values measuring run traces > generation model recheck"
+    " > agreement persistence preparation > record > session",
     "checkpoint": "manifest remote_file > folder tensor_file > encoding > state source > load save",
     "elastic": "host_list options host_processes job_folder rank_script sampler stub > ahead snapshot standby"
     " > copies > job keeper notices > link slow_ranks > watch job_state > hosts > run > manager",

@@ -33,7 +33,7 @@ from autovaruna.profiler.cache import cache_of, save_measured
 from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import measuring_seconds
-from autovaruna.session.device import find_device
+from autovaruna.session.model import find_device
 
 EXAMPLE = "autovaruna measure examples/gpt3.py:build --micro-batch-sizes 1,2,4 -o profile.json"
 _EXPECTED = (

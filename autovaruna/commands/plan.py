@@ -24,7 +24,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.heap import keep_freed_memory
 from autovaruna.log import progress_bar, readable, status_bar
-from autovaruna.planner.deployment import Deployment, deployment_of, save
+from autovaruna.planner.deployment import SHAPING, Deployment, deployment_of, fingerprint_of, save
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
@@ -37,10 +37,9 @@ from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.agreement import input_groups
-from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.measuring import constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
 from autovaruna.session.memory import host_memory
-from autovaruna.session.preparation import fingerprint_of
+from autovaruna.session.shared_call import input_groups
 
 _CPU = torch.device("cpu")
 _MOST_ROWS = 24
@@ -181,7 +180,8 @@ class Planning:
         """The plan with what it is valid for: a run with these settings loads it, if all of that is the same."""
         cluster, device = self.cluster, self.device.name if self.device else self.profile.device
         fingerprint = fingerprint_of(
-            self.traced,
+            self.traced.graph,
+            {spec.name: spec.words() for spec in self.traced.call.inputs},
             self.settings,
             global_batch_size=self.global_batch_size,
             hosts=cluster.hosts,

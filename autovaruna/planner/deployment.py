@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
-from autovaruna.config.settings import Settings, replicas_of
+from autovaruna.config.settings import Settings, Sharing, replicas_of
 from autovaruna.errors import AutoVarunaError, DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.log import readable
@@ -35,6 +35,11 @@ from autovaruna.schedule.simulator import simulate
 FORMAT_VERSION = 1
 GLOBAL_BATCH = "global batch"
 """Where a fingerprint's shapes have the number of samples of all ranks."""
+SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
+    "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
+    "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
+    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs", "compile_stages",
+)  # fmt: skip
 _OF_OPTIMIZER = {
     "optimizer_bytes_factor": "the optimizer's state for each byte of parameters",
     "shard_optimizer": "whether replicas may share the optimizer's state",
@@ -64,6 +69,32 @@ class Fingerprint:
     device: str = ""
     memory_bytes: tuple[float, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fingerprint_of(
+    graph: Graph,
+    inputs: Mapping[str, str],
+    settings: Settings,
+    *,
+    global_batch_size: int,
+    hosts: tuple[str, ...],
+    device: str,
+    memory_bytes: tuple[float, ...],
+    optimizer_bytes_factor: float,
+    sharing: Sharing,
+) -> Fingerprint:
+    """Returns what a plan is valid for; `inputs` have shape and dtype of each, in words."""
+    shapes = {f"input {name}": words for name, words in inputs.items()}
+    shaping = {name: getattr(settings, name) for name in SHAPING}
+    return Fingerprint(
+        graph=graph.fingerprint,
+        shapes={**shapes, GLOBAL_BATCH: str(global_batch_size)},
+        num_ranks=len(hosts),
+        hosts=host_counts(hosts),
+        device=device,
+        memory_bytes=memory_bytes,
+        settings={**shaping, "optimizer_bytes_factor": optimizer_bytes_factor, "shard_optimizer": sharing},
+    )
 
 
 def host_counts(hosts: tuple[str, ...]) -> tuple[int, ...]:
@@ -259,6 +290,25 @@ def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
         write_whole(path, text + "\n")
     except OSError as error:
         raise DeploymentError(f"the deployment cannot be written to {path}: {error.strerror or error}") from error
+
+
+def keep(file: str, deployment: Deployment) -> bool:
+    """Saves a deployment, or warns that it cannot be: to plan again is better than to give up what was planned."""
+    path = Path(at_home(file))
+    try:
+        if path.is_file():
+            path.open("rb").close()  # what nobody can read may be a plan that somebody has edited
+        save(file, deployment)
+        return True
+    except DeploymentError as error:
+        logger.warning("the plan is not kept: %s", error)
+    except OSError as error:
+        logger.warning(
+            "the plan is not kept: %s is there, but cannot be read (%s), so that it is not replaced; make it "
+            "readable, remove it, or name another deployment_file",
+            *(path, error.strerror),
+        )
+    return False
 
 
 def load(path: str | os.PathLike[str]) -> Deployment:

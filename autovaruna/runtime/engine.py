@@ -5,38 +5,28 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError
-from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Constant, HidingLeaf, Undelivered
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.records import Plan
-from autovaruna.ranks.world import World
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.executor import RankContext
-from autovaruna.runtime.gradients import Backwards, GradientBook
-from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.metrics import Metrics
+from autovaruna.runtime.gradients import GradientBook
 from autovaruna.runtime.program import BoundGraph, ModelCall, Program
-from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step import SplitStep, WholeStep
-from autovaruna.runtime.timeline import EventTrace
-from autovaruna.runtime.weights import OwnedState, Placement, placement_of, steps_here
-from autovaruna.runtime.witness import Witness
+from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.schedule.pipeline import Kind, Schedule
-from autovaruna.stage.compiled import CompiledPiece
-from autovaruna.stage.module import StageModule
+from autovaruna.stage.module import CompiledPiece, StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)
@@ -63,80 +53,23 @@ class Engine:
     Attributes:
         placement: who holds which parameter, and which buffer that calls have changed.
         orders: the instructions of every rank, for each graph.
-        asks_for_sums: whether gradients are to be summed over ranks, in a backward that comes now.
-        memory_bytes: what this rank may use.
         of_model: says in errors which model this is, behind other words.
-        step: returns the number of the step that the script is at; `saved`: says what was saved at a step or before.
-        witness: looks at some steps; None: that is turned off.
     """
 
-    state: OwnedState
+    rank: RankContext
     plan: Plan
     assignment: Assignment
     placement: Placement
     orders: RankOrders
-    settings: Settings
-    world: World
-    device: torch.device
-    memory_bytes: float
     seed: int
-    loss_scale: LossScale
-    asks_for_sums: Callable[[], bool]
-    metrics: Metrics = field(default_factory=Metrics)
-    of_model: str = ""
-    trace: EventTrace | None = None
-    step: Callable[[], int] = lambda: 0
-    saved: Callable[[int], str] = lambda step: ""
-    witness: Witness | None = field(default=None, init=False)
+    of_model: str
 
     def __post_init__(self) -> None:
-        settings, world, device = self.settings, self.world, self.device
-        if settings.offload and device.type != "cuda" and world.rank == 0:
-            logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
+        rank = self.rank
+        if rank.settings.offload and rank.device.type != "cuda" and rank.world.rank == 0:
+            logger.info("offload=True changes nothing on %s, whose memory is the host's", rank.device.type)
         self._known: dict[str, _KnownGraph] = {}
-        self._books: list[GradientBook] = []
         self._recent: OrderedDict[str, None] = OrderedDict()
-        self.backwards = Backwards(self.state, self._books)
-        self.witness = self._make_witness()
-        own = {
-            name: each
-            for name, each in self.state.parameters().items()  # calls refuse others in their place
-            if not isinstance(each, RemoteTensor) and not each.is_meta
-        }
-        self._rank = RankContext(
-            world=world,
-            device=device,
-            mail=Mail(world, device),
-            state=self.state,
-            parameters=own,
-            stepped={name: each for name, each in own.items() if steps_here(each)},
-            backwards=self.backwards,
-            loss_scale=self.loss_scale,
-            metrics=self.metrics,
-            asks_for_sums=self.asks_for_sums,
-            delivers_all=settings.outputs == "all",
-            offload=settings.offload,
-            trace=self.trace,
-            witness=self.witness,
-        )
-
-    def _make_witness(self) -> Witness | None:
-        """Returns what looks at some steps; None: that is turned off."""
-        settings = self.settings
-        if not (settings.recheck_trace or settings.check_parts):
-            return None
-        share = SHARE if settings.recheck_trace is True else float(settings.recheck_trace)
-        return Witness(
-            model=self.state.model,
-            world=self.world,
-            device=self.device,
-            clock=Clock(share, self.plan.predicted_seconds),
-            memory_bytes=self.memory_bytes,
-            tries_parts=settings.check_parts,
-            is_free=settings.micro_batch_weight is not None or settings.batch_statistics != "exact",
-            step=self.step,
-            saved=self.saved,
-        )
 
     def run(
         self,
@@ -173,14 +106,14 @@ class Engine:
             name=f"call {number + 1}{self.of_model}",
         )
         is_whole = needs_gradient and traced.loss is not None
-        factor = self.loss_scale.expected_factor(graph.is_half) if is_whole else 1.0
-        step = WholeStep(call, self._rank, factor) if is_whole else SplitStep(call, self._rank)
+        factor = self.rank.loss_scale.expected_factor(graph.is_half) if is_whole else 1.0
+        step = WholeStep(call, self.rank, factor) if is_whole else SplitStep(call, self.rank)
         outputs = step.run(self.placement)
         delivered: list[Any] = [
             Undelivered(HidingLeaf(spec.path, "tensor")) if output is None else output
             for output, spec in zip(outputs, traced.outputs, strict=True)
         ]
-        own = batch.num_samples_of(self.world.rank)
+        own = batch.num_samples_of(self.rank.world.rank)
 
         def other(leaf: HidingLeaf | Constant) -> Any:
             if isinstance(leaf, HidingLeaf):
@@ -195,7 +128,7 @@ class Engine:
     def _refuse_other_caches(self, tensors: Sequence[Tensor], batch: GlobalBatch) -> None:
         """Refuses keys and values that stages have of other samples than those of the call, or of another model."""
         for each in tensors:
-            if isinstance(each, KeptTensor) and not each.kept.is_of(self.state, batch.micro_batches):
+            if isinstance(each, KeptTensor) and not each.kept.is_of(self.rank.state, batch.micro_batches):
                 raise InputError(
                     "The key-value cache is of another call: got a cache of another model, or of batches that ranks "
                     "cut in another way. Expected one that this model returned for batches of the sizes of this call."
@@ -218,9 +151,9 @@ class Engine:
         parts = split(traced, assignment)
         stages = self._stages(parts, traced)
         schedule = self.orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
-        parameters, rank = self.state.parameters(), self.world.rank
-        book = GradientBook(parts, self.plan, self.world, parameters, self.placement, list(stages.values()))
-        self._books.append(book)
+        parameters, rank = self.rank.state.parameters(), self.rank.world.rank
+        book = GradientBook(parts, self.plan, self.rank.world, parameters, self.placement, list(stages.values()))
+        self.rank.books.append(book)
         values = [fact.value for fact in traced.facts.values() if fact.needs_gradient]
         return BoundGraph(
             split=parts,
@@ -230,22 +163,22 @@ class Engine:
             book=book,
             instructions=schedule[rank],
             recomputing=_stages_with(Kind.RECOMPUTE, schedule),
-            is_sum=self.settings.reduction == "sum",
+            is_sum=self.rank.settings.reduction == "sum",
             is_half=any(isinstance(each, Tensor) and each.dtype is torch.float16 for each in values),
         )
 
     def _stages(self, parts: Split, traced: TracedModel) -> dict[int, StageModule]:
         """Returns the stages of this rank, compiled if they are to be."""
-        parameters, buffer = self.state.parameters(), self.state.tensor
-        constants = {name: tensor.to(self.device) for name, tensor in traced.constants.items()}
-        backend = self.settings.compile_stages
+        parameters, buffer = self.rank.state.parameters(), self.rank.state.tensor
+        constants = {name: tensor.to(self.rank.device) for name, tensor in traced.constants.items()}
+        backend = self.rank.settings.compile_stages
         backend = "inductor" if backend is True else backend
 
         @lru_cache(_KNOWN_SIZES)
         def size_of(name: str, batch_size: int, lengths: tuple[int, ...]) -> Any:
             return traced.sizes.in_call(free_value(traced.nodes[name]), batch_size, lengths)
 
-        own = [part for part in parts.stages if self.world.rank in self.plan.stages[part.index].ranks]
+        own = [part for part in parts.stages if self.rank.world.rank in self.plan.stages[part.index].ranks]
         runs = [CompiledPiece(part.piece, traced, backend) if backend else None for part in own]
         return {
             part.index: StageModule(part, parameters, buffer, constants, size_of, run)
@@ -268,7 +201,7 @@ class Engine:
         self._recent[key] = None
         self._recent.move_to_end(key)
         if len(self._recent) > _KNOWN_BATCHES:
-            self._rank.mail.forget(self._recent.popitem(last=False)[0])
+            self.rank.mail.forget(self._recent.popitem(last=False)[0])
         return key
 
     def forget(self, key: str) -> None:
@@ -276,16 +209,16 @@ class Engine:
         known = self._known.get(key)
         if known is not None and not known.graph.book.may_have_kept:
             del self._known[key]
-            self._books.remove(known.graph.book)
-        self._rank.mail.forget(key)
-        if self.witness is not None:
-            self.witness.forget(key)
+            self.rank.books.remove(known.graph.book)
+        self.rank.mail.forget(key)
+        if self.rank.witness is not None:
+            self.rank.witness.forget(key)
 
     @property
     def script_actions(self) -> dict[str, str]:
         """What the script has done between calls, in words: the same on every rank."""
         return {
-            "the number of backwards": str(self.backwards.num),
-            "the gradient of the last loss": self.backwards.last_gradient,
-            "the scale of the GradScaler": self.loss_scale.words,
+            "the number of backwards": str(self.rank.backwards.num),
+            "the gradient of the last loss": self.rank.backwards.last_gradient,
+            "the scale of the GradScaler": self.rank.loss_scale.words,
         }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autovaruna._torch import preserve_version_counter
+from autovaruna.config.settings import Settings
 from autovaruna.graph.call import InputSpec
 from autovaruna.graph.export.watchers import call_hooks
 from autovaruna.graph.key_values import kept_of
@@ -27,13 +28,14 @@ from autovaruna.ranks.transport.layout import is_dense, to_host
 from autovaruna.ranks.world import World
 from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch, OwnSamples
-from autovaruna.runtime.gradients import Backwards
+from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail, MessageKind
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.program import ModelCall, Task
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.timeline import EventTrace
-from autovaruna.runtime.weights import OwnedState
+from autovaruna.runtime.weights import OwnedState, steps_here
 from autovaruna.runtime.witness import Witness
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import StageModule
@@ -127,29 +129,34 @@ def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
             state[name].copy_(value)
 
 
-@dataclass
+@dataclass(eq=False)
 class RankContext:
-    """What all calls of a model have in common on this rank, which holds these `parameters`, and steps over `stepped`.
+    """What all calls of a model have in common on this rank, which holds `parameters`, and steps over those `stepped`.
 
-    `asks_for_sums()`: gradients are to be summed over ranks; what it returns when a backward comes counts.
-    `delivers_all`: steps return outputs beside the loss; `offload`: what waits for a recompute is on the host.
-    `witness` looks at some steps.
+    `asks_for_sums()`: gradients are to be summed over ranks; what it returns when a backward comes counts. `witness`
+    looks at some steps; None: that is turned off. `books` have the gradients of each graph.
     """
 
     world: World
     device: torch.device
-    mail: Mail
     state: OwnedState
-    parameters: Mapping[str, Tensor]
-    stepped: Mapping[str, Tensor]
-    backwards: Backwards
+    settings: Settings
     loss_scale: LossScale
     metrics: Metrics
     asks_for_sums: Callable[[], bool]
-    delivers_all: bool
-    offload: bool
     trace: EventTrace | None
     witness: Witness | None
+
+    def __post_init__(self) -> None:
+        self.parameters: Mapping[str, Tensor] = {
+            name: each
+            for name, each in self.state.parameters().items()  # calls refuse others in their place
+            if not isinstance(each, RemoteTensor) and not each.is_meta
+        }
+        self.stepped = {name: each for name, each in self.parameters.items() if steps_here(each)}
+        self.mail = Mail(self.world, self.device)
+        self.books: list[GradientBook] = []
+        self.backwards = Backwards(self.state, self.books)
 
 
 class Executor:
@@ -220,9 +227,9 @@ class Executor:
                 if position >= mail.due:
                     mail.go_to(position)
                 world.poll()
-        metrics, waited = self._rank.metrics, mail.waited_seconds - waited_before
-        metrics.work_seconds += perf_counter() - start - waited
-        metrics.bubble_seconds += waited
+        account, waited = self._rank.metrics.account, mail.waited_seconds - waited_before
+        account.work += perf_counter() - start - waited
+        account.bubble += waited
         for stage in idle:
             graph.book.end_stage(stage)
 
@@ -247,7 +254,7 @@ class Executor:
         if keeps_graph:
             state.returned = returned
         elif needs_gradient:
-            state.stash = Stash(state.tensors, is_offloaded=self._rank.offload)
+            state.stash = Stash(state.tensors, is_offloaded=self._rank.settings.offload)
         state.tensors = NOTHING
         if needs_gradient:
             self._in_flight[stage.index, part.index] = state
@@ -257,7 +264,7 @@ class Executor:
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.pop()
         if self.retains_graphs:
-            state.stash = Stash(state.tensors, is_offloaded=self._rank.offload)
+            state.stash = Stash(state.tensors, is_offloaded=self._rank.settings.offload)
         with self._state.restored(stage, state.before):
             state.returned = self._run_stage(stage, task.part, state, keeps_graph=True)
         state.tensors = NOTHING

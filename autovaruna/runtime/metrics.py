@@ -14,14 +14,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autovaruna._torch import foreach_norm
 from autovaruna.log import readable
+from autovaruna.schedule.simulation import StepSeconds
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_STEPS = 8  # after each of which ranks send their seconds and memory; later about once in these seconds:
@@ -30,29 +31,64 @@ _UNKNOWN = -1.0  # in place of bytes: the system does not say
 _SHARE_FOR_NORM = 0.004
 """The most of a run's seconds that norms of gradients may take: where one takes more, some steps have none."""
 _NUM_SHOWN = 8  # ranks in a text
+_COUNTED = ("step", "work", "bubble", "messages", "sums", "optimizer")
 
 
 Parameters = Callable[[], Iterable[Tensor]]
 
 
-class StepSeconds(NamedTuple):
-    """Where the seconds of a step went on one rank; on a GPU by the clock of the host.
+@dataclass(slots=True)
+class Account:
+    """The seconds of this rank's calls so far, by the parts of `StepSeconds`."""
+
+    work: float = 0.0
+    bubble: float = 0.0
+    messages: float = 0.0
+    sums: float = 0.0
+
+    @property
+    def of_instructions(self) -> float:
+        """The seconds of instructions, and of waits for sums: what is left of a call is that of messages."""
+        return self.work + self.bubble + self.sums
+
+    def copy(self) -> Account:
+        return Account(self.work, self.bubble, self.messages, self.sums)
+
+    def since(self, before: Account) -> tuple[float, float, float, float]:
+        """Returns the seconds of each part that have come since."""
+        messages, sums = self.messages - before.messages, self.sums - before.sums
+        return self.work - before.work, self.bubble - before.bubble, messages, sums
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the steps are of.
 
     Attributes:
-        step: from the begin of the call (of the first one, if gradients are accumulated) to the end of the optimizer.
-        work: its stages computed.
-        bubble: it waited for another stage, within the schedule.
-        messages: it agreed with the others on the call, handed out samples and got outputs.
-        sums: after its last instruction it waited for sums of gradients.
-        optimizer: the step of the optimizer, with weights that replicas send each other.
+        parameters: gives what returns those whose gradients this rank counts in a norm, over all ranks each once.
+        memory: returns the bytes that this process holds; None: it is not known.
+        bound: the lower bound of a step, and the samples of its batch.
+        is_plain: whether the model is called as it is.
     """
 
-    step: float
-    work: float
-    bubble: float
-    messages: float
-    sums: float
-    optimizer: float
+    rank: int = 0
+    num_ranks: int = 1
+    parameters: Callable[[], Parameters | None] = lambda: None
+    memory: Callable[[], float | None] = lambda: None
+    predicted_seconds: float = 0.0
+    bound: tuple[float, float] = (0.0, 0.0)
+    is_plain: bool = True
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step that has begun: its calls that have gone backward, with their samples and tokens."""
+
+    began: float
+    before: Account
+    num_calls: int = 0
+    samples: int = 0
+    tokens: int = 0
 
 
 class _Number:
@@ -117,12 +153,11 @@ class Metrics:
         share_of_bound: the plan's lower bound of a step over the seconds of this one.
         rank_seconds, rank_memory_bytes: by rank, as last reported, of this rank the last. Memory on a GPU is the peak
             of torch's allocator, else the resident set, without what the process had before the model.
-        work_seconds, bubble_seconds, message_seconds, sum_seconds: those of `seconds`, of all calls so far.
+        account: the parts of `seconds`, of all calls so far.
     """
 
     def __init__(self) -> None:
-        self.step, self.work_seconds = 0, 0.0
-        self.bubble_seconds = self.message_seconds = self.sum_seconds = 0.0
+        self.step, self.account = 0, Account()
         self.learning_rates: tuple[float, ...] = ()
         self.samples_per_second: float | None = None
         self.tokens_per_second: float | None = None
@@ -132,17 +167,12 @@ class Metrics:
         self.rank_memory_bytes: dict[int, float] = {}
         self.on_step: Callable[[], None] | None = None  # called when a step has ended
         self._number, self._norm = _Number(), _GradientNorm()
-        self._rank, self._num_ranks, self._is_plain = 0, 1, True
-        self._parameters: Callable[[], Parameters | None] = lambda: None
-        self._memory: Callable[[], float | None] = lambda: None
-        self._bound, self._interval = (0.0, 0.0), 0
+        self._subject, self._interval, self._num_ended = Subject(), 0, 0
         self._optimizer: torch.optim.Optimizer | None = None
-        self._num_calls, self._num_ended = 0, 0
+        self._optimizer_began, self._before_optimizer = 0.0, Account()
+        self._begun = _Begun(0.0, self._before_optimizer)
         self._pending: tuple[int, int] | None = None  # samples and tokens of a call that has not gone backward
-        self._samples = self._tokens = 0
-        self._began = self._optimizer_began = 0.0
         self._ended: float | None = None
-        self._before = self._before_optimizer = self._totals()
         self._numbers: tuple[float, ...] | None = None
 
     @property
@@ -178,7 +208,7 @@ class Metrics:
         named |= {f"learning_rate/{k}" if several else "learning_rate": lr for k, lr in enumerate(self.learning_rates)}
         named |= {"samples_per_second": self.samples_per_second, "tokens_per_second": self.tokens_per_second}
         if self.seconds is not None:
-            named |= {f"seconds/{name}": value for name, value in self.seconds._asdict().items()}
+            named |= {f"seconds/{name}": value for name, value in _counted(self.seconds).items()}
         named["share_of_bound"] = self.share_of_bound
         named |= {f"memory_bytes/rank_{rank}": value for rank, value in sorted(self.rank_memory_bytes.items())}
         return {name: value for name, value in named.items() if value is not None}
@@ -192,9 +222,9 @@ class Metrics:
         rows.append(("learning rate", _texts("{:.6g}", *self.learning_rates)))
         rates = ("samples/s", self.samples_per_second), ("tokens/s", self.tokens_per_second)
         rows.append(("throughput", [f"{value:,.6g} {unit}" for unit, value in rates if value is not None]))
-        known = {**self.rank_seconds, **({} if self.seconds is None else {self._rank: self.seconds})}
+        known = {**self.rank_seconds, **({} if self.seconds is None else {self._subject.rank: self.seconds})}
         for rank, each in sorted(known.items())[:_NUM_SHOWN]:
-            parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in list(each._asdict().items())[1:])
+            parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in list(_counted(each).items())[1:])
             rows.append((f"rank {rank}", [f"{1e3 * each.step:.2f} ms: {parts}"]))
         rows.append(("share of bound", _texts("{:.1%}", self.share_of_bound)))
         memory = sorted(self.rank_memory_bytes.items())[:_NUM_SHOWN]
@@ -203,27 +233,9 @@ class Metrics:
 
     __repr__ = __str__
 
-    def follow(
-        self,
-        rank: int,
-        num_ranks: int,
-        parameters: Callable[[], Parameters | None],
-        memory: Callable[[], float | None],
-        *,
-        predicted_seconds: float = 0.0,
-        bound: tuple[float, float] = (0.0, 0.0),
-        is_plain: bool = False,
-    ) -> None:
-        """Says what the steps are of.
-
-        Args:
-            parameters: Gives what returns those whose gradients this rank counts in a norm, over all ranks each once.
-            bound: The lower bound of a step, and the samples of its batch.
-            is_plain: Whether the model is called as it is.
-        """
-        self._rank, self._num_ranks, self._is_plain = rank, num_ranks, is_plain
-        self._parameters, self._memory, self._bound = parameters, memory, bound
-        self._interval = _interval_of(predicted_seconds)
+    def follow(self, subject: Subject) -> None:
+        """Says what the steps are of."""
+        self._subject, self._interval = subject, _interval_of(subject.predicted_seconds)
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer whose steps end those of the model; without one, a step ends where the next begins."""
@@ -231,11 +243,11 @@ class Metrics:
 
     def begin_call(self, began: float, samples: int, tokens: int, exchange_seconds: float = 0.0) -> None:
         """Begins a call that may go backward: when, with how much of all ranks, after so long an exchange."""
-        if self._optimizer is None and self._num_calls:
+        if self._optimizer is None and self._begun.num_calls:
             self._end(began)
-        if not self._num_calls:
-            self._began, self._before = began, self._totals()
-        self.message_seconds += exchange_seconds
+        if not self._begun.num_calls:
+            self._begun = _Begun(began, self.account.copy())
+        self.account.messages += exchange_seconds
         self._pending = samples, tokens
 
     def record(self, step: int, number: Tensor | None, where: Callable[[], str], *, is_loss: bool) -> None:
@@ -248,17 +260,14 @@ class Metrics:
         """
         self._number.resolve(self.step)
         if self._pending is not None:
-            self._samples, self._tokens = self._samples + self._pending[0], self._tokens + self._pending[1]
-            self._num_calls, self._pending = self._num_calls + 1, None
+            begun, (samples, tokens), self._pending = self._begun, self._pending, None
+            begun.num_calls += 1
+            begun.samples += samples
+            begun.tokens += tokens
         self.step = step
         self._number.put(number, where, is_loss)
         if number is not None and number.is_cpu:
             self._number.resolve(step)
-
-    @property
-    def accounted_seconds(self) -> float:
-        """The seconds so far that have a name of their own within a call."""
-        return self.work_seconds + self.bubble_seconds + self.sum_seconds
 
     def begin_optimizer(self) -> None:
         """Begins a step of the optimizer."""
@@ -266,23 +275,24 @@ class Metrics:
         assert self._optimizer is not None
         rates = [group["lr"] for group in self._optimizer.param_groups if "lr" in group]
         self.learning_rates = tuple(map(float, rates))
-        self._optimizer_began, self._before_optimizer = perf_counter(), self._totals()
+        self._optimizer_began, self._before_optimizer = perf_counter(), self.account.copy()
 
     def end_optimizer(self) -> None:
         """Ends a step of the optimizer, and with it that of the model."""
-        if self._num_calls:
+        if self._begun.num_calls:
             self._end(perf_counter())
 
     def before_clipping(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Measures the norm of gradients, if it is due, before those of `parameters`, if they are ours, change."""
         norm = self._norm
-        if not (norm.is_due or (self._is_plain and norm.may_be_due())) or not self._num_calls:
+        subject = self._subject
+        if not (norm.is_due or (subject.is_plain and norm.may_be_due())) or not self._begun.num_calls:
             return
-        known = self._parameters()
+        known = subject.parameters()
         every, changing = [] if known is None else list(known()), set(map(id, parameters or ()))
         if parameters is not None and not any(id(each) in changing for each in every):
             return
-        norm.measure(self.step, [each.grad for each in every if each.grad is not None], self._num_ranks == 1)
+        norm.measure(self.step, [each.grad for each in every if each.grad is not None], subject.num_ranks == 1)
 
     def report(self) -> tuple[bool, tuple[float, ...]]:
         """Returns what this rank sends the others with its call: whether it wants the norm, and numbers.
@@ -303,32 +313,29 @@ class Metrics:
             if each[2:]:
                 self._show(rank, each[2:])
 
-    def _totals(self) -> tuple[float, float, float, float]:
-        return self.work_seconds, self.bubble_seconds, self.message_seconds, self.sum_seconds
-
     def _end(self, now: float) -> None:
         """Ends a step, and counts it."""
-        work, bubble, messages, sums = (new - old for new, old in zip(self._totals(), self._before, strict=True))
-        optimizer, began = 0.0, self._began
+        begun, subject, optimizer, began = self._begun, self._subject, 0.0, self._begun.began
+        work, bubble, messages, sums = self.account.since(begun.before)
         if self._optimizer is not None:  # a closure that it calls may have called the model
             began = min(began, self._optimizer_began)
-            optimizer = now - self._optimizer_began - (sum(self._totals()) - sum(self._before_optimizer))
+            optimizer = now - self._optimizer_began - sum(self.account.since(self._before_optimizer))
         step = now - began
-        work = step - optimizer if self._is_plain else work
+        work = step - optimizer if subject.is_plain else work
         self.seconds = StepSeconds(step, work, bubble, messages, sums, optimizer)
         period = step if self._ended is None else now - self._ended
-        self.samples_per_second = self._samples / period
-        self.tokens_per_second = self._tokens / period if self._tokens else None
-        bound, samples = self._bound
-        is_as_planned = self._num_calls == 1 and abs(samples - self._samples) < 0.5
+        self.samples_per_second = begun.samples / period
+        self.tokens_per_second = begun.tokens / period if begun.tokens else None
+        bound, samples = subject.bound
+        is_as_planned = begun.num_calls == 1 and abs(samples - begun.samples) < 0.5
         self.share_of_bound = bound / step if bound and is_as_planned else None
         self._interval = self._interval or _interval_of(step)
         if self._num_ended < _NUM_FIRST_STEPS or self._num_ended % self._interval == 0:
-            memory = self._memory()
-            self._numbers = (*self.seconds, _UNKNOWN if memory is None else memory)
-            self._show(self._rank, self._numbers)
+            memory = subject.memory()
+            self._numbers = (*self.seconds[: len(_COUNTED)], _UNKNOWN if memory is None else memory)
+            self._show(subject.rank, self._numbers)
         self._num_ended += 1
-        self._num_calls = self._samples = self._tokens = 0
+        self._begun = _Begun(began, begun.before)
         self._ended = now
         if self.on_step is not None:
             self.on_step()
@@ -347,6 +354,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         alike.setdefault((values.dtype, values.device), []).append(values.detach())
     sums = [torch.stack(foreach_norm(some, 2)).double().square().sum() for some in alike.values()]
     return sum(sums[1:], sums[0]) if sums else torch.zeros((), dtype=torch.float64)
+
+
+def _counted(seconds: StepSeconds) -> dict[str, float]:
+    """Returns the seconds of a step, and of its parts that are counted, by name."""
+    return dict(zip(_COUNTED, seconds, strict=False))
 
 
 def _interval_of(step_seconds: float) -> int:

@@ -132,7 +132,7 @@ class Step(ABC):
             return StepGradients(own=own, inputs=inputs)
         began = perf_counter()
         totals = self._book.total(own, self._exchange.root_names)
-        self._rank.metrics.sum_seconds += perf_counter() - began
+        self._rank.metrics.account.sums += perf_counter() - began
         return StepGradients(totals=totals, inputs=inputs)
 
     def _publish(self, outputs: Mapping[int, Tensor], finish: Finish) -> dict[int, Tensor]:
@@ -176,8 +176,8 @@ class Step(ABC):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Gives the user's autocast back; an error in the middle of a step ends all ranks."""
-        rank, metrics = self._rank, self._rank.metrics
-        began = perf_counter() - metrics.accounted_seconds
+        rank, account = self._rank, self._rank.metrics.account
+        began = perf_counter() - account.of_instructions
         try:
             if self._program.traced.casts or is_autocast():
                 with without_autocast():
@@ -194,7 +194,7 @@ class Step(ABC):
             rank.mail = Mail(rank.world, rank.device)  # a script on one process may catch the error and go on
             self._backwards.forget_step()
             raise
-        metrics.message_seconds += perf_counter() - metrics.accounted_seconds - began
+        account.messages += perf_counter() - account.of_instructions - began
 
 
 class WholeStep(Step):
@@ -209,7 +209,7 @@ class WholeStep(Step):
         self._gradients = StepGradients()
         self._loss: Tensor | None = None
         every, loss = self._program.outputs, self._program.loss_place
-        self._delivered = every if rank.delivers_all else {loss: every[loss]}
+        self._delivered = every if rank.settings.outputs == "all" else {loss: every[loss]}
 
     def _run(self) -> list[Tensor | None]:
         program = self._program

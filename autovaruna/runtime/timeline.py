@@ -16,7 +16,7 @@ import torch
 from autovaruna.errors import ConfigError
 from autovaruna.ranks.world import World, on_all
 from autovaruna.schedule.pipeline import Edge, Instruction, Kind
-from autovaruna.schedule.simulation import LostTime, Simulation
+from autovaruna.schedule.simulation import Simulation, StepSeconds
 
 logger = logging.getLogger(__name__)
 _MEASURED, _PREDICTED = 0, 1
@@ -38,8 +38,8 @@ Rows = list[dict[str, Any]]
 
 def account(
     spans: Sequence[Sequence[Span]], ends: Sequence[Ends], awaited: Mapping[str, Sequence[str]]
-) -> tuple[float, list[LostTime]]:
-    """Returns the seconds of a step, and where they went on each rank.
+) -> list[StepSeconds]:
+    """Returns where the seconds of a step went on each rank.
 
     `awaited` has, for each instruction, those whose messages it waits for.
     """
@@ -54,13 +54,14 @@ def account(
             left = max((sent[other] for other in awaited.get(name, ()) if other in sent), default=ready)
             messages += max(0.0, ready - max(begin, left))
         overhead = sum(later[1] - earlier[3] for earlier, later in pairwise(row))
-        reduce = max(0.0, end - last) if row else 0.0
-        lost.append(LostTime.of(step, max(work) - own, own, messages, reduce, overhead, 0.0))
-    return step, lost
+        sums = max(0.0, end - last) if row else 0.0
+        lost.append(StepSeconds.of_instructions(step, max(work) - own, own, messages, sums, overhead, 0.0))
+    return lost
 
 
-def table(step: float, predicted_seconds: float, lost: Sequence[LostTime]) -> str:
+def table(predicted_seconds: float, lost: Sequence[StepSeconds]) -> str:
     """Returns the account as text: a line for each rank, in per cent of the step."""
+    step = lost[0].step
     of_ranks = [{name: seconds for name, seconds in each.parts.items() if name != "optimizer"} for each in lost]
     lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(of_ranks[0])]
     for rank, parts in enumerate(of_ranks):
@@ -138,7 +139,7 @@ class EventTrace:
     Attributes:
         recorded: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
         num_steps_left: how many are to be written yet.
-        on_account: called on rank 0 with the number of a step, its seconds, those predicted, and where they went.
+        on_account: called on rank 0 with the number of a step, its predicted seconds, and where they went on each rank.
 
     Raises:
         ConfigError: the file cannot be written, when training begins; the same kind on every rank. Later, training goes
@@ -148,7 +149,7 @@ class EventTrace:
     def __init__(self, path: str, world: World, predicted: Simulation, edges: Sequence[Edge]) -> None:
         self._path, self._world, self._predicted = Path(path), world, predicted
         self._num_steps, self._is_broken, self.num_steps_left = 0, False, math.inf
-        self.on_account: Callable[[int, float, float, Sequence[LostTime]], None] | None = None
+        self.on_account: Callable[[int, float, Sequence[StepSeconds]], None] | None = None
         on_all(world, self._begin, "starting the trace")
         self._offset = offset_to_first(world)
         self.recorded: list[Recorded] = []
@@ -209,11 +210,11 @@ class EventTrace:
                     file.write(_lines(beside(self._predicted, start, number)))
                     file.write(_lines(arrows(step, self._awaited, number)))
                 if _is_reported(number):
-                    seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
+                    lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
                     predicted = self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0)
-                    logger.info("instructions of step %d: %s", number, table(seconds, predicted, lost))
+                    logger.info("instructions of step %d: %s", number, table(predicted, lost))
                     if self.on_account is not None:
-                        self.on_account(number, seconds, predicted, lost)
+                        self.on_account(number, predicted, lost)
 
 
 def offset_to_first(world: World) -> float:

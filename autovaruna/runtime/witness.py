@@ -11,8 +11,9 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from autovaruna.config.settings import Settings
 from autovaruna.errors import AutoVarunaError
-from autovaruna.evidence.clock import Clock
+from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.evidence.stage_rows import Observed, Terms, UntriedError
 from autovaruna.evidence.witness import MOST_COUNTED, MOST_SAMPLES, StageWitness
 from autovaruna.graph.random import RandomStream
@@ -127,6 +128,25 @@ class Witness:
         for untried in dict.fromkeys(filter(None, texts)):
             if self.world.rank == 0:
                 warn_once(logger, self.model, untried)
+
+
+def witness_of(
+    settings: Settings,
+    model: nn.Module,
+    world: World,
+    device: torch.device,
+    step_seconds: float,
+    memory_bytes: float,
+    step: Callable[[], int],
+    saved: Callable[[int], str],
+) -> Witness | None:
+    """Returns what looks at some steps, which are predicted to take so long, in so much memory; None: that is turned off."""
+    if not (settings.recheck_trace or settings.check_parts):
+        return None
+    share = SHARE if settings.recheck_trace is True else float(settings.recheck_trace)
+    is_free = settings.micro_batch_weight is not None or settings.batch_statistics != "exact"
+    clock, tries_parts = Clock(share, step_seconds), settings.check_parts
+    return Witness(model, world, device, clock, memory_bytes, tries_parts, is_free, step, saved)
 
 
 class Observation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,47 +40,44 @@ class AllReduce:
     end_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class LostTime:
-    """Where the step of one rank goes; the parts add up to the step.
+class StepSeconds(NamedTuple):
+    """Where the seconds of a step go on one rank; the parts add up to the step.
 
     Attributes:
-        work_seconds: forwards, recomputes and backwards, without overhead.
-        message_seconds: idle while the message that it waits for is on its way.
-        reduce_seconds: idle but for an all-reduce, after its last instruction.
-        imbalance_seconds: idle because it has less work than the busiest rank.
-        bubble_seconds: idle for all other reasons.
+        step: from the begin of the call (of the first one, if gradients are accumulated) to the end of the optimizer.
+        work: its stages compute.
+        bubble: it waits for another stage, within the schedule.
+        messages: it waits for a message on its way; counted by `Metrics`, it agrees with the others on the call, hands
+            out samples and gets outputs.
+        sums: after its last instruction it waits for sums of gradients.
+        optimizer: the step of the optimizer, with weights that replicas send each other.
+        imbalance: it has less work than the busiest rank; `Metrics` counts that as bubble.
+        overhead: around what the stages compute; `Metrics` counts that as work.
     """
 
-    work_seconds: float
-    message_seconds: float
-    reduce_seconds: float
-    overhead_seconds: float
-    optimizer_seconds: float
-    imbalance_seconds: float
-    bubble_seconds: float
+    step: float
+    work: float
+    bubble: float
+    messages: float
+    sums: float
+    optimizer: float = 0.0
+    imbalance: float = 0.0
+    overhead: float = 0.0
 
     @classmethod
-    def of(
-        cls, step: float, spare: float, work: float, messages: float, reduce: float, overhead: float, optimizer: float
-    ) -> LostTime:
-        """Returns where a step went on a rank with `spare` seconds less work than the busiest: the rest is idle."""
-        idle = max(0.0, step - work - messages - reduce - overhead - optimizer)
+    def of_instructions(
+        cls, step: float, spare: float, work: float, messages: float, sums: float, overhead: float, optimizer: float
+    ) -> StepSeconds:
+        """Returns where a step goes on a rank with `spare` seconds less work than the busiest: the rest is idle."""
+        idle = max(0.0, step - work - messages - sums - overhead - optimizer)
         imbalance = min(idle, spare)
-        return cls(work, messages, reduce, overhead, optimizer, imbalance, idle - imbalance)
+        return cls(step, work, idle - imbalance, messages, sums, optimizer, imbalance, overhead)
 
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by what to call them in a table."""
-        return {
-            "work": self.work_seconds,
-            "bubble": self.bubble_seconds,
-            "imbalance": self.imbalance_seconds,
-            "messages": self.message_seconds,
-            "all-reduce": self.reduce_seconds,
-            "overhead": self.overhead_seconds,
-            "optimizer": self.optimizer_seconds,
-        }
+        idle = {"bubble": self.bubble, "imbalance": self.imbalance, "messages": self.messages, "all-reduce": self.sums}
+        return {"work": self.work, **idle, "overhead": self.overhead, "optimizer": self.optimizer}
 
 
 @dataclass(frozen=True)
@@ -118,18 +115,18 @@ class Simulation:
         )
 
     @cached_property
-    def lost(self) -> tuple[LostTime, ...]:
+    def lost(self) -> tuple[StepSeconds, ...]:
         return tuple(self._account(rank) for rank in range(len(self.acts)))
 
-    def _account(self, rank: int) -> LostTime:
+    def _account(self, rank: int) -> StepSeconds:
         acts = self.acts[rank]
         overhead = self.overhead_seconds * len(acts)
         work = self._busy_seconds[rank] - overhead
         messages = sum(_message_waits(acts))
         ended, mine = acts[-1][1] if acts else 0.0, self._reductions_of[rank]
-        reduce = sum(max(0.0, each.end_seconds - max(ended, each.start_seconds)) for each in mine)
+        sums = sum(max(0.0, each.end_seconds - max(ended, each.start_seconds)) for each in mine)
         spare, optimizer = max(self._busy_seconds) - self._busy_seconds[rank], self.optimizer_seconds[rank]
-        return LostTime.of(self.step_seconds, spare, work, messages, reduce, overhead, optimizer)
+        return StepSeconds.of_instructions(self.step_seconds, spare, work, messages, sums, overhead, optimizer)
 
     @cached_property
     def _busy_seconds(self) -> list[float]:
@@ -205,7 +202,7 @@ def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str
 
     A step has `width` characters, or a line has `columns` of them; where those are few the shares are left out.
     """
-    shares = [f" {_shares(lost, simulation.step_seconds)}" for lost in simulation.lost]
+    shares = [f" {_shares(lost)}" for lost in simulation.lost]
     margin = len(f"rank {len(shares) - 1}")
     if columns:
         room = columns - margin - len(" ||")
@@ -242,6 +239,5 @@ def _paint(row: list[str], start: float, end: float, fill: str, label: str = "")
     row[first:last] = text.ljust(last - first, fill)
 
 
-def _shares(lost: LostTime, step_seconds: float) -> str:
-    parts = lost.parts.items()
-    return "  ".join(f"{name} {seconds / step_seconds:.0%}" for name, seconds in parts if seconds > 0)
+def _shares(lost: StepSeconds) -> str:
+    return "  ".join(f"{name} {seconds / lost.step:.0%}" for name, seconds in lost.parts.items() if seconds > 0)

@@ -9,13 +9,14 @@ import inspect
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
-from autovaruna.graph.call import method_of
+from autovaruna.graph.call import CallSpec, method_of
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.operators import Merge
 from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, extract
@@ -23,7 +24,7 @@ from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.ranks.world import World, gather_on_all
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.session.agreement import SharedCall, Totals
+from autovaruna.session.shared_call import SharedCall, Totals
 
 
 def micro_batch_weights(
@@ -147,6 +148,42 @@ class BatchValues:
         given = map(value_of, piece.arguments)
         with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
             return dict(zip(piece.outputs, run(*given), strict=True))
+
+
+class WholeBatch:
+    """The values of the whole batch, of every graph of a model."""
+
+    def __init__(self, buffers: Callable[[], Mapping[str, Tensor]], world: World, device: torch.device) -> None:
+        self._buffers, self._world, self._device = buffers, world, device
+        self._known: dict[str, BatchValues] = {}
+
+    def _of(self, traced: TracedModel) -> BatchValues:
+        if traced.key not in self._known:
+            self._known[traced.key] = BatchValues(traced, self._buffers, self._device)
+        return self._known[traced.key]
+
+    def of_own(self, traced: TracedModel, call: CallSpec, tensors: Sequence[Tensor]) -> Totals:
+        """Returns the totals of this rank's mini-batch."""
+        lengths = traced.lengths_of(call) or ()
+        return self._of(traced).of_samples(tensors, call.batch_size, lengths) if traced.totals else []
+
+    def of_batch(
+        self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch, lengths: tuple[int, ...], what: str
+    ) -> ValuesOfBatch:
+        """Returns what micro-batches are given of the whole batch. Collective, with the label `what`, if it is new."""
+        if not traced.totals:
+            return {}
+        values = self._of(traced)
+        reported: Sequence[Totals | None] = [each.totals for each in shared.numbers]
+        if None in reported:  # on every rank
+            own = partial(self.of_own, traced, shared.call, shared.tensors)
+            reported = gather_on_all(self._world, own, what)
+        first = [ranks[0] for ranks in shared.groups]
+        totals = [reported[rank] or [] for rank in first]
+        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch, lengths)
+
+    def forget(self, key: str) -> None:
+        self._known.pop(key, None)
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype:

@@ -17,8 +17,8 @@ from autovaruna.graph.guards import HAS_UNFINISHED
 from autovaruna.graph.methods import own_calls
 from autovaruna.log import warn_once
 from autovaruna.planner.records import Plan
-from autovaruna.session.agreement import input_groups
 from autovaruna.session.run import Run
+from autovaruna.session.shared_call import input_groups
 
 logger = logging.getLogger(__name__)
 _FULL = "full_attention"

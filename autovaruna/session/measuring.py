@@ -10,11 +10,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from statistics import fmean, median, median_low
+from statistics import fmean, median, median_high, median_low
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,9 +42,9 @@ from autovaruna.profiler.optimizer_cost import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.ranks.torch_channel import open_to_measure
 from autovaruna.ranks.world import World, gather_on_all
-from autovaruna.session.agreement import SharedCall
 from autovaruna.session.links import measure_links, measure_sums
 from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
+from autovaruna.session.shared_call import SharedCall
 
 logger = logging.getLogger(__name__)
 MOST_TURNS = 2
@@ -53,11 +52,6 @@ BUDGET_SECONDS = 6.0
 _NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
-SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
-    "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
-    "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
-    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs", "compile_stages",
-)  # fmt: skip
 
 
 class SpeedWatch:
@@ -93,7 +87,7 @@ class SpeedWatch:
         """Returns the speeds by one number of each `Pace`, relative to the typical rank's."""
         samples = []
         for paces in self._samples:
-            typical = sorted(pace.typical for pace in paces)[len(paces) // 2]
+            typical = median_high(pace.typical for pace in paces)
             samples.append([typical / getattr(pace, kind) for pace in paces])
         return persistent_speeds(samples)
 
@@ -104,7 +98,7 @@ def persistent_speeds(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
     A rank differs from the typical one, and that one from speed 1, if it does so in every sample, in the same direction
     and by more than noise: other programs that take turns on its core are gone when the model trains.
     """
-    middles = [sorted(speeds)[len(speeds) // 2] for speeds in samples]
+    middles = list(map(median_high, samples))
     to_middle = [[speed / middle for speed in speeds] for speeds, middle in zip(samples, middles, strict=True)]
     return tuple(_where_alike(middles) * _where_alike(speeds) for speeds in zip(*to_middle, strict=True))
 
@@ -145,20 +139,14 @@ class MeasuredModel:
         """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, the same on all. Collective."""
 
         def measure_own(turn: Turn) -> dict[Key, PartCost]:
-            def report(done: int, total: int) -> None:
-                advance(turn.place * total + done, turn.num_turns * total)
-
             return measure(
-                self.traced,
-                self.model,
-                sizes,
-                self.watch.device,
+                *(self.traced, self.model, sizes, self.watch.device),
                 iterations=turn.iterations,
                 budget_seconds=turn.budget_seconds,
                 share=turn.share,
                 known=known,
                 inputs=self.tensors,
-                on_progress=report,
+                on_progress=lambda done, total: advance(turn.place * total + done, turn.num_turns * total),
             )
 
         costs = measure_together(self.watch, self.settings.profile_iterations, measure_own)
@@ -259,19 +247,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int]) -> Profile:
     if world.hosts.index(host) != world.rank:
         cache = None  # the first rank of a host reads and writes it
     lasting = lasting_parts(subject.traced, sizes)
-    here: dict[Key, PartCost] = {}
-
-    def read() -> bytes:
-        here.update(cache.read(lasting) if cache else {})
-        return np.packbits(np.array([key in here for key in lasting], bool)).tobytes()
-
-    what = "reading saved measurements"
-    rows = [np.unpackbits(np.frombuffer(bits, np.uint8)) for bits in gather_on_all(world, read, what)]
-    mine = {}
-    for place, key in enumerate(lasting):  # each goes once, from the last rank that has it
-        if key in here and not any(row[place] for row in rows[world.rank + 1 :]):
-            mine[key] = here[key]
-    known = merge(world.gather_objects(mine, what))
+    known = merge(gather_on_all(world, lambda: cache.read(lasting) if cache else {}, "reading saved measurements"))
     with progress_bar("measuring", settings.progress and world.rank == 0) as advance:
         fresh = subject.measure(sizes, known, advance=advance)
     if cache:

@@ -1,7 +1,9 @@
-"""A user's model and optimizer as this rank has them; refuses what would break them."""
+"""A user's model and optimizer as this rank has them, and where it computes; refuses what would break them."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
@@ -12,22 +14,24 @@ from weakref import WeakMethod, WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import parameter_table
-from autovaruna.errors import InputError, RankError
+from autovaruna._torch import convert_tensors, parameter_table
+from autovaruna.config.settings import Settings
+from autovaruna.errors import ConfigError, InputError, RankError
 from autovaruna.graph.guards import Guards, is_constant
 from autovaruna.interception.gradients import SCALERS
 from autovaruna.interception.modules import DirectCalls, is_own_code
 from autovaruna.interception.optimizer_proxy import OptimizerProxy, parameters_of, watch_steps
-from autovaruna.ranks.environment import is_alone
+from autovaruna.ranks.environment import is_alone, local_rank_in
 from autovaruna.ranks.exchange import differences
 from autovaruna.ranks.world import on_all
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer, step_over_own_part
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
-from autovaruna.session.agreement import ScriptActions, digest
-from autovaruna.session.device import move_to_own_device
-from autovaruna.session.run import Run
+from autovaruna.session.run import Run, ScriptActions
+from autovaruna.session.shared_call import digest
 
+logger = logging.getLogger(__name__)
+_FIRST_GPU = torch.device("cuda", 0)
 _wrapped: WeakSet[WrappedModel] = WeakSet()  # all of the process
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
@@ -153,8 +157,8 @@ class WrappedOptimizer:
     def _drop_kept(self) -> None:
         """Drops gradients that were kept back, where a script drops those of the optimizer's parameters."""
         engine = self._model.engine
-        if engine is not None and engine.backwards.owes_gradients and (cut := self.follow_groups()) is not None:
-            engine.backwards.drop_kept(set(chain(*cut.names)))
+        if engine is not None and engine.rank.backwards.owes_gradients and (cut := self.follow_groups()) is not None:
+            engine.rank.backwards.drop_kept(set(chain(*cut.names)))
 
     @property
     def raw(self) -> torch.optim.Optimizer | None:
@@ -180,7 +184,7 @@ class WrappedOptimizer:
         cut = self._joined(optimizer)
         self._watch(cut)
         if self._model.engine is not None:
-            self._model.engine.loss_scale.follow(optimizer)
+            self._model.engine.rank.loss_scale.follow(optimizer)
         self.step_over_part(self._model.placement, device)
 
     def _joined(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
@@ -262,3 +266,64 @@ def refuse_parallel_wrapper(wrapper: type, what: str, others: Collection[str] = 
             "Expected the model itself; leave that wrapper out (fully_shard() and parallelize_module() as well), and "
             "torch.distributed with it."
         )
+
+
+def find_device(model: nn.Module, settings: Settings) -> torch.device:
+    """Returns where this rank computes: where the setting says or the model is, or a GPU for one on ``meta``."""
+    if settings.device != "auto":
+        return _named(settings.device)
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+    is_on_meta = bool(tensors) and not devices
+    if devices == [_FIRST_GPU] or (is_on_meta and torch.cuda.is_available()):
+        return _own_gpu()
+    return devices[0] if devices else torch.device("cpu")
+
+
+def move_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
+    """Moves a model's tensors, the same objects, and its optimizer's state to where this rank computes."""
+    device = find_device(model, settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    before = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta} - {device}
+    if not before or (settings.device == "auto" and before != {_FIRST_GPU}):
+        return device
+
+    def moves(value: object) -> bool:
+        """Whether a part of an optimizer's state goes along; counts of steps on the CPU are to stay there."""
+        return isinstance(value, Tensor) and value.device in before and (value.is_cuda or value.dim() > 0)
+
+    logger.info("the model goes from %s to %s, where this rank computes", ", ".join(map(str, before)), device)
+    convert_tensors(model, lambda each: each if each.is_meta else each.to(device))
+    for state in optimizer.state.values() if optimizer is not None else ():
+        state.update({name: each.to(device) for name, each in state.items() if moves(each)})
+    return device
+
+
+def on_own_gpu(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns inputs on the GPU of this rank; those that a script has put on another one are copied."""
+    if device.type != "cuda":
+        return tensors
+    return [each.to(device) if each.is_cuda and each.device != device else each for each in tensors]
+
+
+def _own_gpu() -> torch.device:
+    """Returns the current GPU if the script has chosen one, else the one with this rank's number on its host."""
+    current, number = torch.cuda.current_device(), local_rank_in(os.environ)
+    if current == 0 and number is not None:
+        return torch.device("cuda", number % torch.cuda.device_count())
+    return torch.device("cuda", current)
+
+
+def _named(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            torch.cuda.init()
+            return _own_gpu()
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device is {name!r}, which cannot be used here: {str(error).splitlines()[0]}. Expected auto, cpu, cuda, "
+            "or cuda:0 and so on."
+        ) from error

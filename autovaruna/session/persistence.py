@@ -18,8 +18,7 @@ from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.ranks.world import on_all
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
-from autovaruna.session.device import find_device
-from autovaruna.session.model import WrappedModel, WrappedOptimizer
+from autovaruna.session.model import WrappedModel, WrappedOptimizer, find_device
 from autovaruna.session.run import Run
 
 logger = logging.getLogger(__name__)

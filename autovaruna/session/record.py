@@ -8,6 +8,7 @@ events.jsonl        a line for the start of each attempt, for steps, and for whe
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +19,16 @@ import torch
 
 from autovaruna.config.files import check_writable
 from autovaruna.elastic.notices import EventLog
+from autovaruna.planner.table import module_range
 from autovaruna.ranks.world import on_all
-from autovaruna.schedule.simulation import LostTime
+from autovaruna.runtime.timeline import EventTrace
+from autovaruna.schedule.simulation import StepSeconds
+from autovaruna.schedule.simulator import replay
+from autovaruna.session.preparation import Prepared
 from autovaruna.session.run import Run
 
 DEPLOYMENT, EVENTS = "deployment.json", "events.jsonl"
-NUM_TRACED_STEPS = 16
+_NUM_TRACED_STEPS = 16
 _NUM_FIRST_STEPS, _SECONDS_BETWEEN = 200, 1.0  # each of the first steps is written, later one a second
 
 
@@ -55,9 +60,9 @@ class RunRecord:
         step = self._run.step
         self._write("step", f"step {step}", step=step, **self._run.metrics.to_dict())
 
-    def record_account(self, number: int, seconds: float, predicted: float, lost: Sequence[LostTime]) -> None:
+    def record_account(self, number: int, predicted: float, lost: Sequence[StepSeconds]) -> None:
         """Records where the seconds of a step went on each rank."""
-        times = {"call": number, "seconds": seconds, "predicted_seconds": predicted}
+        times = {"call": number, "seconds": lost[0].step, "predicted_seconds": predicted}
         self._write("account", f"where call {number} went", **times, ranks=[each.parts for each in lost])
 
 
@@ -84,3 +89,20 @@ def start_record(
     if record is not None:
         run.metrics.on_step = record.record_step
     return record
+
+
+def start_trace(run: Run, model: str, prepared: Prepared) -> EventTrace | None:
+    """Starts the trace of every step, or of the first ones with the record of a run, if asked for. Collective."""
+    settings, pipeline = run.settings, prepared.orders.pipeline
+    is_recorded = settings.report_dir and not run.of_model
+    if not (settings.trace_events or is_recorded):
+        return None
+    path = str(Path(settings.report_dir if is_recorded else "", settings.trace_events_file))
+    predicted = replay(pipeline, prepared.orders.planned)
+    trace = EventTrace(path, run.world, predicted, pipeline.edges)
+    trace.num_steps_left = math.inf if settings.trace_events else _NUM_TRACED_STEPS
+    if is_recorded:
+        stages = [module_range(stage.blocks, prepared.graph) for stage in prepared.plan.stages]
+        record = start_record(run, model, stages, prepared.save)
+        trace.on_account = None if record is None else record.record_account
+    return trace

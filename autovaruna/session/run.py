@@ -1,25 +1,127 @@
-"""Defines `Run`: how far the training of one model is on this rank, and whether it ends."""
+"""Defines `Run`: how far the training of one model is on this rank, what its script has done, and whether it ends."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cached_property
-from typing import NoReturn
+from functools import cached_property, partial
+from operator import is_
+from typing import Any, NoReturn
+from zlib import crc32
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.elastic.job_folder import job_place
 from autovaruna.elastic.rank_script import SAVED
+from autovaruna.graph.guards import is_constant
 from autovaruna.interception.ending import ERRORS_IN_FEW_LINES, LISTENING, has_signal, signal_names
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.log import configure, show_all_frames
+from autovaruna.profiler.optimizer_trial import asks_for_closure
 from autovaruna.ranks.environment import get_world
 from autovaruna.ranks.world import World
 from autovaruna.runtime.clipping import CLIPPING, METRICS
 from autovaruna.runtime.metrics import Metrics
-from autovaruna.session.agreement import ScriptActions
 from autovaruna.session.manager_link import ManagerLink
+from autovaruna.session.shared_call import digest
 
 logger = logging.getLogger(__name__)
+_STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
+_NUM_FIRST_STEPS = 8  # of an optimizer of parameters of no wrapped model, whose gradients are compared
+_OF_STRANGERS = (
+    "the digest of what {} steps by, gradients of this rank's samples for parameters of no wrapped model (compute what "
+    "they are for in the wrapped model's forward, or sum them over the ranks),"
+)
+
+
+class ScriptActions:
+    """What a script has done with a model and its optimizer: ranks that do other things would train other weights."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter({_STEP: 0, _ZERO: 0})
+        self.optimizer: Optimizer | None = None  # the one that is watched
+        self._groups: list[str] = []
+        self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
+        self._digest = 0
+        self._loss = "none"
+        self._num_of_strangers = Counter[int]()
+        self._strangers: dict[str, int] = {}  # digests of gradients, by the class of what steps by them
+
+    def record(self, act: str) -> None:
+        self._counts[act] += 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far."""
+        return self._counts[_STEP]
+
+    def watch(self, proxy: OptimizerProxy, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+        """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
+        self.optimizer = optimizer
+        self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
+        proxy.after.append(partial(self.record, _STEP))
+        proxy.on_clear.append(partial(self.record, _ZERO))
+        if asks_for_closure(optimizer):
+            proxy.on_loss = self._record_loss
+
+    def _record_loss(self, loss: Any) -> None:
+        """Records the loss that a closure has returned: steps go by it."""
+        self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
+
+    def records_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a step of another optimizer is one of few whose gradients are to be the same on all ranks."""
+        self._num_of_strangers[id(optimizer)] += optimizer is not self.optimizer
+        return optimizer is not self.optimizer and self._num_of_strangers[id(optimizer)] <= _NUM_FIRST_STEPS
+
+    def record_gradients(self, kind: str, gradients: Sequence[Tensor]) -> None:
+        """Records gradients, of parameters of no wrapped model, by which an optimizer of some `kind` steps."""
+        if gradients:
+            self._strangers[kind] = crc32(repr([digest(each) for each in gradients]).encode())
+
+    def digest(self) -> tuple[Hashable, ...]:
+        """Returns what is short, and equal for ranks that have done the same."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        raw = [value for group in groups for name, value in group.items() if name != "params"]
+        if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
+            self._raw = raw if all(map(is_constant, raw)) else None
+            self._digest = crc32(repr(list(self._options())).encode())
+        return (
+            *sorted(self._counts.items()),
+            type(self.optimizer).__name__,
+            self._digest,
+            self._loss,
+            *self._strangers.items(),
+        )
+
+    def words(self) -> dict[str, str]:
+        words = {"the optimizer": "none" if self.optimizer is None else type(self.optimizer).__name__}
+        words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
+        words[f"the loss by which {words['the optimizer']} goes, which is to be what forward returns,"] = self._loss
+        words |= {_OF_STRANGERS.format(kind): str(each) for kind, each in self._strangers.items()}
+        return words | {
+            f"{name} of the optimizer's group {place}": repr(value) for place, name, value in self._options()
+        }
+
+    def _options(self) -> Iterator[tuple[int, str, Any]]:
+        """Yields group, name and value of each option that the optimizer's class declares, and the parameters."""
+        if self.optimizer is not None:
+            yield from ((place, "parameters", names) for place, names in enumerate(self._groups))
+            for place, group in enumerate(self.optimizer.param_groups):
+                for name in self.optimizer.defaults:
+                    yield place, name, _plain(group.get(name))
+
+
+def _plain(value: object) -> object:
+    """Returns an option as a number or a text; what is neither says nothing, for it may differ between processes."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if is_constant(value) else None
 
 
 class Run:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 from weakref import WeakMethod, ref
@@ -19,8 +20,8 @@ from autovaruna.checkpoint.folder import words_of_newest
 from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, InputError, RankError
-from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.export.watchers import kept_by_hooks
+from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
 from autovaruna.graph.side_effects import apply_changes, put_constants
@@ -29,40 +30,27 @@ from autovaruna.heap import give_back_freed_memory, keep_freed_memory
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
-from autovaruna.ranks.exchange import ALIKE, BLOCK
 from autovaruna.ranks.torch_channel import open_channel
-from autovaruna.ranks.world import World, gather_on_all
-from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
+from autovaruna.ranks.world import World
 from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.executor import RankContext
+from autovaruna.runtime.metrics import Subject
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.weights import register_shared_parameters, register_split
-from autovaruna.session.agreement import (
-    NORM_WANTED,
-    SNAPSHOT_LACKS,
-    STOP_WANTED,
-    TO_LEAVE,
-    BatchNumbers,
-    Report,
-    SameInputs,
-    SharedCall,
-    Totals,
-    check_alike,
-    compare_settings,
-    input_groups,
-)
-from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
-from autovaruna.session.device import on_own_gpu
+from autovaruna.runtime.witness import witness_of
+from autovaruna.session.agreement import Agreement, Known, compare_settings
+from autovaruna.session.batch_values import WholeBatch
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.memory import rank_memory, resident_bytes
+from autovaruna.session.memory import HeldMemory, rank_memory, resident_bytes
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.persistence import Persistence
-from autovaruna.session.plain_call import PlainCalls
-from autovaruna.session.preparation import GivenPlan, Preparation
+from autovaruna.session.preparation import FirstCall, GivenPlan, Prepared, prepare
 from autovaruna.session.recheck import TraceRecheck
+from autovaruna.session.record import start_record, start_trace
 from autovaruna.session.run import Run
-from autovaruna.session.traces import Traces
-from autovaruna.session.varying import VaryingNumbers
+from autovaruna.session.shared_call import SharedCall, tokens_of
+from autovaruna.session.traces import Traces, VaryingNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +62,7 @@ class Copies:
 
     def __init__(self, given_plan: GivenPlan | None = None) -> None:
         self.given_plan = given_plan
-        self.preparation: Preparation | None = None  # their common plan; None before the first call of any
+        self.prepared: Prepared | None = None  # their common plan; None before the first call of any
         self._members: list[ref[Session]] = []
 
     def add(self, session: Session) -> int:
@@ -116,16 +104,16 @@ class Session:
         self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
         self._plain = PlainCalls(model.module, run)
-        self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
-        self._batch_values: dict[str, BatchValues] = {}
+        self._agreement = Agreement(model, run)
+        self._known: Known | None = None  # None: the model has not been split
         self._varying = VaryingNumbers(model.module)
         self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
 
     @property
-    def preparation(self) -> Preparation:
-        """How the model and its copies were planned."""
-        assert self.copies.preparation is not None
-        return self.copies.preparation
+    def prepared(self) -> Prepared:
+        """How the model and its copies run."""
+        assert self.copies.prepared is not None
+        return self.copies.prepared
 
     @cached_property
     def is_plain(self) -> bool:
@@ -162,7 +150,7 @@ class Session:
         """Reports to the manager of the job, if there is one, that the rank is in a call."""
         manager, engine = self._run.manager, self._model.engine
         if manager is not None:
-            manager.begin_call(self._run.step, self._run.metrics.work_seconds, engine.plan if engine else None)
+            manager.begin_call(self._run.step, self._run.metrics.account.work, engine.plan if engine else None)
         yield
         if manager is not None:
             manager.end_call()
@@ -172,39 +160,46 @@ class Session:
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
         exchanged = perf_counter() - began
-        self._same_inputs.compare(shared, warns=run.world.rank == 0)
+        self._agreement.same_inputs.compare(shared, warns=run.world.rank == 0)
         self._at_border()
         engine = model.engine or self._start(shared)
-        batch = self._cut(shared, engine.plan.num_micro_batches)
-        assert self.traces is not None
-        traced = self.traces.of(shared, batch)
+        known = self._known
+        assert known is not None
+        traced, batch, lengths, of_batch = self._agreement.find(shared, known, engine.plan.num_micro_batches)
         run.num_calls += 1
-        lengths = traced.lengths_of(shared.call) or ()
-        values = self._values_of_batch(traced, shared, batch, lengths)
-        is_new = self.traces.num_traced > num_known
-        if is_new and engine.witness is not None:
-            engine.witness.trace_seconds += perf_counter() - began
-        if is_new and run.world.rank == 0:
-            self._varying.record(shared.call, model.guards.counted(), perf_counter() - began)
+        is_new = known.traces.num_traced > num_known
+        if is_new:
+            self._count_trace(shared, perf_counter() - began)
         if torch.is_grad_enabled():
             start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, lengths)
-        apply_changes(model.module, traced.changes)
-        sets, self._sets = self._sets, put_constants(model.module, traced.sets, self._sets)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, of_batch, lengths)
         if shared.call.tree.has_caches:
             fill_given((args, kwargs), returned)
-        for key in self.traces.forget_oldest():
+        for key in known.traces.forget_oldest():
             engine.forget(key)
-            self._batch_values.pop(key, None)
-            if self._recheck is not None:
-                self._recheck.kinds.pop(key, None)
-        kept = kept_by_hooks(model.module)[1] if traced.watched else {}
+            known.forget(key)
+        self._settle(traced, is_new)
+        return returned
+
+    def _count_trace(self, shared: SharedCall, seconds: float) -> None:
+        """Counts what a call has taken that was traced."""
+        engine = self._model.engine
+        if engine is not None and engine.rank.witness is not None:
+            engine.rank.witness.trace_seconds += seconds
+        if self._run.world.rank == 0:
+            self._varying.record(shared.call, self._model.guards.counted(), seconds)
+
+    def _settle(self, traced: TracedModel, is_new: bool) -> None:
+        """Leaves on the model what a forward leaves there, and takes that for what the script has not changed."""
+        module, guards = self._model.module, self._model.guards
+        apply_changes(module, traced.changes)
+        sets, self._sets = self._sets, put_constants(module, traced.sets, self._sets)
+        kept = kept_by_hooks(module)[1] if traced.watched else {}
         if is_new:
             self._record_trace(traced, kept)
         if is_new or kept or sets or traced.sets or traced.runs_own_code:  # all may set attributes
-            model.guards.settle(kept)
-        return returned
+            guards.settle(kept)
 
     def _at_border(self) -> None:
         """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""
@@ -257,163 +252,19 @@ class Session:
             assert self.traces is not None and self.traces.latest is not None
             self._record_trace(self.traces.latest)
 
-    # agree
-
     def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> SharedCall:
-        """Exchanges the ranks' reports of their calls, and joins these to one. Collective.
-
-        Ranks ask again if what they have found out leaves attributes out of the keys of calls, or is of parameters that
-        some ranks alone could freeze.
-        """
-        if self._model.engine is None:
+        """Joins the ranks' calls to one. Collective."""
+        if self._known is None:
             compare_settings(self._run.settings, self._run.world, has_plan=self.copies.given_plan is not None)
-        while (shared := self._join(args, kwargs, method)) is None:
-            pass
-        return shared
-
-    def _join(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> SharedCall | None:
-        """Returns the call that the ranks' reports make together; None: ask again. Collective."""
-        model, world, what = self._model, self._run.world, f"reading the model's inputs{self._run.of_model}"
-        try:
-            call, tensors = self._read(args, kwargs, method)
-            own = self._report(call, tensors)
-        except Exception as error:
-            world.exchange(what, error)  # raises on all ranks
-            raise
-        alike, numbers = self._exchange(own, what)
-        if self._drop_unread_attributes(call, {key for key, _ in alike}):
-            return None
-        shared = SharedCall(call, tensors, self._run.num_calls, self._same_inputs.groups, numbers)
-        try:
-            check_alike(shared, alike, self._words, world)
-        except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
-            if model.engine is None or not model.state.follow_frozen(model.placement, world):
-                raise
-            return None
-        return shared
-
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> tuple[CallSpec, list[Tensor]]:
-        """Returns what this rank calls the model with, and its tensors; looks at the model that the call is of."""
-        mode = self._model.guards.words(method)
-        self._model.check_parameters()
-        tensors, call = self._reader.read(args, kwargs, mode, method)
-        self._recheck_trace(call)
-        return call, on_own_gpu(tensors, self._model.device)
-
-    def _exchange(self, own: Report, what: str) -> tuple[list[tuple[str, str]], list[BatchNumbers]]:
-        """Returns what is to be alike of all ranks' reports, or of one if no two differ, and numbers of each rank."""
-        run, world = self._run, self._run.world
-        found = world.exchange(what, None, repr(own.alike).encode(), own.flags, own.numbers.to_bytes())
-        run.is_stop_agreed |= bool(found.flags & STOP_WANTED)
-        if run.manager is not None:
-            run.manager.agree(not found.flags & SNAPSHOT_LACKS, bool(found.flags & TO_LEAVE))
-        numbers = [own.numbers] * world.num_ranks
-        if found.differs(ALIKE):
-            return world.gather_objects(own.alike, what), numbers
-        if found.differs(BLOCK):
-            numbers = list(map(BatchNumbers.of_bytes, found.blocks()))
-        run.metrics.collect(bool(found.flags & NORM_WANTED), [each.metrics for each in numbers])
-        return [own.alike], numbers
-
-    def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
-        run, manager, engine = self._run, self._run.manager, self._model.engine
-        flags = STOP_WANTED * run.is_stop_wanted_here
-        if manager is not None:
-            flags |= SNAPSHOT_LACKS * (not manager.is_snapshot_ready) | TO_LEAVE * manager.is_to_leave
-        inputs = self._same_inputs.digests(call, run.num_calls, tensors)
-        wants_norm, metrics = run.metrics.report()
-        flags |= NORM_WANTED * wants_norm
-        actions = (*run.actions.digest(), *(engine.script_actions.values() if engine else ()), run.is_synchronising)
-        numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
-        return Report((call.key, repr(actions)), flags, numbers)
-
-    def _words(self) -> dict[str, str]:
-        """Returns what this rank's script has done since the start, in words."""
-        engine = {} if self._model.engine is None else self._model.engine.script_actions
-        return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
-
-    def _drop_unread_attributes(self, call: CallSpec, keys: Collection[str]) -> bool:
-        """Leaves attributes that no trace reads out of keys of new calls; says whether there were any. Collective."""
-        world, guards, traces = self._run.world, self._model.guards, self.traces
-        if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
-            return False
-        found = world.gather_objects((guards.doubtful(), guards.filled), "comparing changed attributes")
-        filled = set().union(*(each for _, each in found))
-        names = set().union(*(each for each, _ in found)) - filled
-        guards.filled = set()
-        if filled:
-            guards.record_trial((), filled, ())
-        if not names:
-            return bool(filled)
-        trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
-        unread = set.intersection(*(unread for unread, _ in trials))
-        guards.record_trial(names, unread, set().union(*(read for _, read in trials)))
-        if unread and world.rank == 0:
-            text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
-            logger.info(text, ", ".join(sorted(unread)))
-        return bool(unread or filled)
+        return self._agreement.agree(args, kwargs, method, self._known)
 
     def _record_trace(self, traced: TracedModel, kept: Collection[int] = ()) -> None:
         """Takes the state of the model as that of a new trace."""
-        if self._recheck is not None:
-            self._recheck.record(traced)
+        if self._known is not None and self._known.recheck is not None:
+            self._known.recheck.record(traced)
         if counted := {full_name(each.path, each.name) for each in traced.changes}:
             self._model.guards.record_trial((), counted, ())
         self._model.guards.start(kept)
-
-    def _recheck_trace(self, call: CallSpec) -> None:
-        """Makes sure, in a few calls, that the forward is what was traced."""
-        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.find(call)
-        if traced is not None and self._recheck is not None and self._recheck.recheck(traced):
-            self._model.guards.settle()
-
-    @cached_property
-    def _recheck(self) -> TraceRecheck | None:
-        """What looks at the forward again; None: that is turned off."""
-        assert self.traces is not None and self._model.engine is not None
-        witness = self._model.engine.witness
-        if witness is None or not self._run.settings.recheck_trace:
-            return None
-        return TraceRecheck(self._model.module, self.traces, self._run.world, witness)
-
-    @cached_property
-    def _same_inputs(self) -> SameInputs:
-        return SameInputs(input_groups(self._run.settings, self._run.world.num_ranks))
-
-    def _cut(self, shared: SharedCall, num_micro_batches: int) -> GlobalBatch:
-        settings = self._run.settings
-        batch = cut_batch(shared.sizes, num_micro_batches, shared.groups)
-        weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, self._run.world)
-        return weight_micro_batches(batch, weights, settings.reduction == "sum")
-
-    def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
-        """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
-        traced = None if self.traces is None else self.traces.find(call)
-        if traced is None:
-            return None
-        lengths = traced.lengths_of(call) or ()
-        return self._values_in(traced).of_samples(tensors, call.batch_size, lengths) if traced.totals else []
-
-    def _values_of_batch(
-        self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch, lengths: tuple[int, ...]
-    ) -> ValuesOfBatch:
-        """Returns what micro-batches are given of the whole batch. Collective if the graph is new."""
-        if not traced.totals:
-            return {}
-        values = self._values_in(traced)
-        reported: Sequence[Totals | None] = [each.totals for each in shared.numbers]
-        if None in reported:  # on every rank
-            own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
-            reported = gather_on_all(self._run.world, own, f"counting over the batch{self._run.of_model}")
-        first = [ranks[0] for ranks in shared.groups]
-        totals = [reported[rank] or [] for rank in first]
-        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch, lengths)
-
-    def _values_in(self, traced: TracedModel) -> BatchValues:
-        if traced.key not in self._batch_values:
-            device = self.preparation.device
-            self._batch_values[traced.key] = BatchValues(traced, lambda: self._model.state.buffers(), device)
-        return self._batch_values[traced.key]
 
     # trace, measure, plan
 
@@ -440,13 +291,13 @@ class Session:
         self.traces = Traces(model.module, settings, world, model.device)
         traced = self.traces.first(shared)
         model.read_state()
-        raw, given = self._optimizer.raw, self.copies.given_plan
-        preparation = Preparation(traced, shared, model, raw, run, resident_before=resident, given_plan=given)
-        plan = preparation.plan
+        call = FirstCall(traced, shared, model, self._optimizer.raw, settings, world, resident)
+        prepared = prepare(call, self.copies.given_plan)
+        plan = prepared.plan
         open_channel(settings.channel, set(plan.pairs()), plan.groups(), world, model.device)
         if optimizer is not None:
-            self._optimizer.step_over_part(preparation.placement, preparation.device)
-        self.copies.preparation = preparation
+            self._optimizer.step_over_part(prepared.placement, prepared.device)
+        self.copies.prepared = prepared
         with phase(logger, "splitting the model"):
             for each in self.copies.members():
                 each._split()
@@ -458,9 +309,9 @@ class Session:
 
     def _split(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
-        model, preparation = self._model, self.preparation
+        model, prepared = self._model, self.prepared
         names = self._persistence.pending_names()
-        model.state.distribute(preparation.placement, self._run.world, preparation.device, self._seed(0), names)
+        model.state.distribute(prepared.placement, self._run.world, prepared.device, self._seed(0), names)
         self.run_part()
         if self._optimizer.cut is not None:
             self._optimizer.cut.cut(model.state.parameters())
@@ -469,44 +320,54 @@ class Session:
 
     def run_part(self) -> None:
         """Makes what runs this rank's part, of a model that has been split."""
-        model, run, preparation = self._model, self._run, self.preparation
+        model, run, prepared = self._model, self._run, self.prepared
         settings, world = run.settings, run.world
-        plan, placement, device = preparation.plan, preparation.placement, preparation.device
+        plan, placement, device = prepared.plan, prepared.placement, prepared.device
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
             run.installed.callback(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
-            *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),
-            predicted_seconds=plan.predicted_seconds,
-            bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
+            Subject(
+                rank=world.rank,
+                num_ranks=world.num_ranks,
+                parameters=WeakMethod(model.counted_parameters),
+                memory=prepared.held_memory,
+                predicted_seconds=plan.predicted_seconds,
+                bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
+                is_plain=False,
+            )
         )
-        model.engine = Engine(
-            state=model.state,
-            plan=plan,
-            assignment=preparation.assignment,
-            placement=placement,
-            orders=preparation.orders,
-            settings=settings,
-            world=world,
-            device=device,
+        witness = witness_of(
+            *(settings, model.module, world, device, plan.predicted_seconds),
             memory_bytes=rank_memory(world, device, settings),
-            seed=self._seed(self._number_of_copy),
-            loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
-            asks_for_sums=lambda: run.is_synchronising,
-            metrics=run.metrics,
-            of_model=run.of_model,
-            trace=None if self._number_of_copy else preparation.event_trace(run),
             step=lambda: run.step + 1,
             saved=self._persistence.words_of_saved,
         )
+        rank = RankContext(
+            world=world,
+            device=device,
+            state=model.state,
+            settings=settings,
+            loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
+            metrics=run.metrics,
+            asks_for_sums=lambda: run.is_synchronising,
+            trace=None if self._number_of_copy else start_trace(run, type(model.module).__name__, prepared),
+            witness=witness,
+        )
+        seed = self._seed(self._number_of_copy)
+        model.engine = Engine(rank, plan, prepared.assignment, placement, prepared.orders, seed, run.of_model)
+        recheck = None
+        if witness is not None and settings.recheck_trace:
+            recheck = TraceRecheck(model.module, self.traces, world, witness)
+        self._known = Known(self.traces, WholeBatch(model.state.buffers, world, device), recheck)
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         model.guards.settle()
 
     def _seed(self, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""
-        seed = self.preparation.seed if self._persistence.seed is None else self._persistence.seed
+        seed = self.prepared.seed if self._persistence.seed is None else self._persistence.seed
         return seed + number * _SEED_OF_COPY
 
 
@@ -527,3 +388,68 @@ def all_in_mode(model: nn.Module, *, is_training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+class PlainCalls:
+    """The calls of a model as it is, on one process that needs no plan; counts its steps for `Metrics`."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        self._model, self._run = model, run
+        self._is_followed = False
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the model; a backward from what it returns is a step."""
+        run, began = self._run, perf_counter()
+        run.num_calls += 1
+        if not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        if not self._is_followed:
+            self._is_followed, model = True, self._model
+            device = next((each.device for each in model.parameters()), torch.device("cpu"))
+            run.metrics.follow(Subject(parameters=WeakMethod(model.parameters), memory=HeldMemory(device, model)))
+            start_record(run, type(model).__name__)
+            began = perf_counter()
+        run.metrics.begin_call(began, *self._size(args, kwargs))
+        returned = self._model(*args, **kwargs)
+        self._watch(returned)
+        return returned
+
+    def _size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns how many samples a call has, and tokens."""
+        dimensions, named = dict(self._run.settings.batch_dims), dict[str, Any](all=(args, kwargs))
+        if dimensions:
+            named = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments
+        shapes = []
+        for name, value in named.items():
+            for tensor in tensors_in(value):
+                shape, place = list(tensor.shape), dimensions.get(name, 0)
+                if len(shape) > place:
+                    shapes.append(((shape.pop(place), *shape), tensor.dtype))
+        samples = shapes[0][0][0] if shapes else 0
+        return samples, samples * tokens_of(shape for shape in shapes if shape[0][0] == samples)
+
+    def _watch(self, returned: Any) -> None:
+        """Records a step once a backward reaches the loss among what a call returned, or else any of it."""
+        number, metrics, loss = self._run.num_calls, self._run.metrics, _loss_in(returned)
+        value = None if loss is None else loss.detach().clone()  # the script may scale it in place
+
+        def record(_: Any) -> None:
+            metrics.record(number, value, lambda: "the loss is not finite", is_loss=value is not None)
+
+        for each in [loss] if loss is not None else _with_gradient(returned):
+            assert each.grad_fn is not None
+            each.grad_fn.register_prehook(record)
+
+
+def _with_gradient(returned: Any) -> Iterator[Tensor]:
+    values = [*returned.values()] if isinstance(returned, Mapping) else returned
+    return (each for each in tensors_in(values) if each.grad_fn is not None)
+
+
+def _loss_in(returned: Any) -> Tensor | None:
+    """Returns what is called the loss, or the only number with a gradient; None: there is neither."""
+    named = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    if isinstance(named, Tensor) and named.numel() == 1 and named.grad_fn is not None:
+        return named
+    numbers = [each for each in _with_gradient(returned) if each.dim() == 0]
+    return numbers[0] if len(numbers) == 1 else None

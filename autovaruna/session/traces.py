@@ -1,4 +1,7 @@
-"""Keeps the graph of every kind of call; one that is not known yet is traced, by all ranks together."""
+"""Keeps the graph of every kind of call; one that is not known yet is traced, by all ranks together.
+
+Warnings say what a script can do where calls ask for ever more traces: for lengths, kinds of calls, numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,15 @@ from autovaruna.ranks.exchange import differences
 from autovaruna.ranks.world import World, gather_on_all, on_all
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.session.agreement import SharedCall
+from autovaruna.session.shared_call import SharedCall
 
 logger = logging.getLogger(__name__)
 _REPLACEMENTS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # of an attribute that is left out
 _MOST_SAMPLES = 4  # samples on which a graph is compared with its model
 MOST_GRAPHS = 32  # graphs that are kept
 _MOST_TRIED = 2  # traces that try to leave a dimension free
+_MOST_VALUES = 2  # traces for one number alone, after the first one
+_ARGUMENT = "argument "
 
 
 class Traces:
@@ -344,3 +349,46 @@ def _differing(one: CallSpec, other: CallSpec) -> set[tuple[int, int]]:
         for dimension, pair in enumerate(zip(mine.shape, its.shape, strict=True))
         if pair[0] != pair[1] and not (mine.is_batch and dimension == 0)
     }
+
+
+class VaryingNumbers:
+    """What calls that were traced had beside tensors, on one rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._latest: dict[tuple[Any, ...], dict[str, str]] = {}  # by what calls are beside their values
+        self._seconds: dict[str, list[float]] = {}
+
+    def record(self, call: CallSpec, attributes: Mapping[str, str], seconds: float) -> None:
+        """Records that a call took so long, for it was traced; warns if again nothing but a number was another one."""
+        arguments = call.plain_arguments(self._model)
+        inputs = tuple(each.words() for each in call.inputs)
+        like = (call.method, str(call.tree.spec), inputs, call.mode.partition(" attributes=")[0])
+        now = {**attributes, **{f"{_ARGUMENT}{name}": value for name, value in arguments.items()}}
+        before = self._latest.get(like)
+        self._latest[like] = now
+        names = [] if before is None else [name for name in {**now, **before} if now.get(name) != before.get(name)]
+        if len(names) == 1 and _is_number(now.get(names[0], "")):
+            spent = self._seconds.setdefault(names[0], [])
+            spent.append(seconds)
+            if len(spent) == _MOST_VALUES:
+                self._warn(names[0], sum(spent))
+
+    def _warn(self, name: str, seconds: float) -> None:
+        what, own = name.removeprefix(_ARGUMENT), name.rpartition(".")[2]
+        kept = f"self.register_buffer({own!r}, torch.tensor(value), persistent=False) in __init__"
+        advice = f"Keep it as a tensor, {kept}, and set it by {what}.fill_(value)"
+        text = (
+            f"{name} is another number in each call, and each one asks for a new trace: {seconds:.1f} s so far. "
+            f"{advice if what == name else f'Pass it as a tensor, {what}=torch.tensor(value)'}: one trace serves all. "
+            "Where forward needs the number itself (an if, a shape, float(), item()), let it have few different values"
+        )
+        warn_once(logger, self._model, text)
+
+
+def _is_number(words: str) -> bool:
+    try:
+        float(words)
+    except ValueError:
+        return False
+    return True

@@ -30,8 +30,8 @@ from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts
 from autovaruna.ranks.environment import get_world
 from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
-from autovaruna.session.device import find_device
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
+from autovaruna.session.model import find_device
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Grid, GridOption, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch

@@ -285,7 +285,7 @@ def test_a_number_that_is_another_in_each_call_is_told_with_what_to_write(
     arguments: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, each cost a trace of seconds, in silence; the advice is followed to its end."""
-    logger = logging.getLogger("autovaruna.session.varying")
+    logger = logging.getLogger("autovaruna.session.traces")
     logger.addHandler(caplog.handler)
     try:
         first = "self.tau = value"

@@ -6,7 +6,7 @@ import pytest
 
 from autovaruna.ranks.exchange import Parts, RankExchange, keep_part
 from autovaruna.ranks.transport.threads import Mailboxes
-from autovaruna.session.agreement import BatchNumbers
+from autovaruna.session.shared_call import BatchNumbers
 from tests.rank_threads import RankThread
 
 

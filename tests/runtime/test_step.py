@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autovaruna import AutoVaruna
 from autovaruna.commands.trace import read_bars
 from autovaruna.ranks.deadlock import RankWatch
 from autovaruna.ranks.world import World
@@ -23,7 +24,7 @@ from autovaruna.runtime.executor import compact
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
 from tests.reference import compare, plain_steps, sgd
-from tests.session.training import Setup, train
+from tests.session.training import Setup, descend, on_ranks, token_of, train
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 Times = dict[str, tuple[int, float, float]]
@@ -149,6 +150,31 @@ def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 59 for a forward and a backward of two stages; at a millisecond of arithmetic each call counts."""
     few, many = (each_step(monkeypatch, Setup(((0,), (0,)), num), calls_of_python)[-1] for num in (4, 8))
     assert (many - few) / 4 <= 48
+
+
+def test_the_tour_names_every_file_that_a_step_enters() -> None:
+    """Follows the fourth step of two stages; `evidence/` has steps of its own, and is named as a folder."""
+    package, page = Path(AutoVaruna.__init__.__code__.co_filename).parent, Path(__file__).parents[2] / "docs/tour.md"
+    args, kwargs = CASE.batch(4, 0)
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> set[Path]:
+        entered: set[Path] = set()
+
+        def enter(frame: Any, event: str, argument: Any) -> None:
+            if event == "call":
+                entered.add(Path(frame.f_code.co_filename))
+
+        for step in range(4):
+            sys.setprofile(enter if step == 3 else None)
+            descend(model(*args, **kwargs), optimizer)
+        sys.setprofile(None)
+        return entered
+
+    entered = set().union(*on_ranks(Setup(((0,), (1,)), 2), CASE, run, token=token_of(CASE)))
+    files = {str(path.relative_to(package)) for path in entered if package in path.parents}
+    named = {name for name in files if f"`{name}`" in page.read_text() or f" {name} " in page.read_text()}
+    of_folders = ("evidence/", "ranks/transport/")
+    assert len(files) > 24 and not {name for name in files - named if not name.startswith(of_folders)}
 
 
 def test_training_with_offload_is_training() -> None:

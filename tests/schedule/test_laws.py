@@ -46,7 +46,7 @@ def assert_laws(pipeline: Pipeline, name: str) -> None:
         assert all(0 <= peak <= stage.in_flight for peak in peaks)
     for acts, lost in zip(simulation.acts, simulation.lost, strict=True):
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(acts))
-        parts = dataclasses.astuple(lost)
+        parts = lost.parts.values()
         assert min(parts) >= -1e-9 and sum(parts) == pytest.approx(simulation.step_seconds)
 
 

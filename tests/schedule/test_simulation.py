@@ -81,11 +81,11 @@ def test_all_reduce_overlaps_with_earlier_stages_and_lost_time_is_of_each_kind()
     simulation = simulate(replace(pipeline, stages=stages, optimizer_seconds=(0.5, 4.0)), POLICIES["1f1b"])
     assert [(r.stage, r.start_seconds) for r in simulation.reductions] == [(1, 13.0), (0, 15.0)]
     assert simulation.step_seconds == 13.0 + 1.5 + 4.0
-    assert [(lost.reduce_seconds, lost.optimizer_seconds) for lost in simulation.lost] == [(1.5, 0.5), (1.5, 4.0)]
+    assert [(lost.sums, lost.optimizer) for lost in simulation.lost] == [(1.5, 0.5), (1.5, 4.0)]
     pipeline = replace(chain(2, 1, F, B, latency=0.5), overhead_seconds=0.25)
     first, last = simulate(pipeline, POLICIES["1f1b"]).lost
-    assert (first.work_seconds, first.overhead_seconds, first.message_seconds, first.bubble_seconds) == (3, 0.5, 0.5, 4)
-    assert (last.work_seconds, last.overhead_seconds, last.message_seconds, last.bubble_seconds) == (3, 0.5, 0.5, 4)
+    assert (first.work, first.overhead, first.messages, first.bubble) == (3, 0.5, 0.5, 4)
+    assert (last.work, last.overhead, last.messages, last.bubble) == (3, 0.5, 0.5, 4)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -193,7 +193,7 @@ def test_step_of_the_log(exposed: float, measured: float) -> None:
 
 def test_work_of_each_stage_is_that_of_the_log() -> None:
     for stage, seconds in ((0, FIRST_SECONDS), (LOGGED, 107.1), (NUM_STAGES - 1, LAST_SECONDS)):
-        work = simulated(0.0).lost[stage * NUM_REPLICAS].work_seconds
+        work = simulated(0.0).lost[stage * NUM_REPLICAS].work
         assert work == pytest.approx(seconds, rel=0.005)
 
 

@@ -172,8 +172,8 @@ def test_a_failure_leaves_it_unharmed(file: Path, act: str, monkeypatch: pytest.
         raise MeasureError("the story's error")
 
     before, others = file.read_bytes(), sorted(file.parent.iterdir())
-    room = {"trace": "traces", "measure": "measuring"}.get(act, "preparation")
-    monkeypatch.setattr(f"autovaruna.session.{room}.{act}", fail)
+    files = {"trace": "session.traces", "measure": "session.measuring", "save": "planner.deployment"}
+    monkeypatch.setattr(f"autovaruna.{files.get(act, 'session.preparation')}.{act}", fail)
     with pytest.raises(MeasureError, match="the story's error"):
         start(width=16)
     assert (file.read_bytes(), sorted(file.parent.iterdir())) == (before, others)

@@ -29,9 +29,9 @@ from autovaruna.profiler.bytes import Bytes
 from autovaruna.profiler.measure import Key, Pace, PartCost
 from autovaruna.ranks.environment import LOCAL_RANK_VARIABLES
 from autovaruna.ranks.world import World
-from autovaruna.session import measuring, traces
-from autovaruna.session.device import find_device, move_to_own_device, on_own_gpu
+from autovaruna.session import measuring, preparation, traces
 from autovaruna.session.measuring import SpeedWatch, Turn, measure_together, persistent_speeds
+from autovaruna.session.model import find_device, move_to_own_device, on_own_gpu
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.profiler.models import WIDTH, Mlp
@@ -53,6 +53,18 @@ def scores_or_loss(self: Any, x: Tensor, y: Tensor | None = None) -> Tensor:
 
 def make_net() -> Any:
     return Written(scores_or_loss, first=nn.Linear(8, 16), norm=nn.BatchNorm1d(16), last=nn.Linear(16, 4))
+
+
+def test_a_call_after_a_first_one_that_failed_plans_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, whoever tried again (in a notebook, say) met an assertion."""
+    net = make_net()
+    model, plan = AutoVaruna(net, sgd(net.parameters()), **FAST, num_micro_batches=2), preparation.make_plan
+    monkeypatch.setattr(preparation, "make_plan", lambda problem: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(X, Y)
+    monkeypatch.setattr(preparation, "make_plan", plan)
+    model(X, Y).backward()
+    assert model.plan is not None and model.num_traces == 1
 
 
 @pytest.mark.parametrize("verbosity", ["none", "short", "full"])

@@ -45,7 +45,7 @@ def test_stages_start_at_cut_points_unless_the_model_is_partitioned_for_the_user
     def starts(auto: bool) -> Any:
         def script(world: Any) -> Any:
             model = wrap("0;1", auto_partitioned=auto)
-            graph = model.model.preparation._traced.graph
+            graph = model.model.preparation.graph
             return [stage.blocks[0] for stage in model.model.plan.stages[1:]], [m.block for m in graph.cut_marks]
 
         return on_ranks(2, script)[0]
@@ -240,7 +240,7 @@ def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:
     tiny = Written(lambda self, x: self.last(self.cut(self.first(x))).mean(), **layers)
     expected = tiny(torch.arange(6000.0).view(-1, 1)).item()
     model = wrap(None, 6000, 1, model=tiny, make=lambda size: {"x": torch.ones(size, 1)})
-    plan, graph = model.model.plan, model.model.preparation._traced.graph
+    plan, graph = model.model.plan, model.model.preparation.graph
     kinds = [(step.kind, step.micro_batch) for step in RankOrders(plan, graph).planned[0]]
     assert {m for kind, m in kinds if kind is Kind.BACKWARD} == set(range(6000))
     loss, _ = model.step({"x": torch.arange(6000.0).view(-1, 1)})
