@@ -140,7 +140,7 @@ def witness_of(
     step: Callable[[], int],
     saved: Callable[[int], str],
 ) -> Witness | None:
-    """Returns what looks at some steps, which are predicted to take so long, in so much memory; None: that is turned off."""
+    """Returns what looks at some steps, which are predicted to take so long; None: that is turned off."""
     if not (settings.recheck_trace or settings.check_parts):
         return None
     share = SHARE if settings.recheck_trace is True else float(settings.recheck_trace)
