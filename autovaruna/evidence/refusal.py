@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,7 +23,7 @@ def refusal(
     traced: TracedModel,
     model: nn.Module,
     num_samples: int,
-    wrong: Mapping[str, float],
+    wrong: Mapping[Any, float],
     places: tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]],
     reduction: str | None,
 ) -> AutoVarunaError:
@@ -56,7 +57,7 @@ def refusal(
     what = first.name if bad or not back else f"the gradient that goes back through {first.name}"
     return TraceError(
         f"{name} mixes the samples of a batch: {what} is another for {num_samples} samples together than for "
-        f"parts of them, at {place} ({', '.join(list(wrong)[:_MOST_NAMES])}: {far}). "
+        f"parts of them, at {place} ({', '.join(list(map(str, wrong))[:_MOST_NAMES])}: {far}). "
         f"{advice(model, traced.call, modules_of(first))}"
     )
 

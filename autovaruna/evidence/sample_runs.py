@@ -44,6 +44,9 @@ class Source:
     name: str
     is_weight: bool
 
+    def __str__(self) -> str:
+        return f"the gradient of {self.name}"
+
 
 @dataclass(eq=False)
 class SampleRun:
