@@ -83,6 +83,7 @@ try:
     in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors
     FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
     ModuleStackTracer: Any = torch.fx.experimental.proxy_tensor._ModuleStackTracer  # follows modules for torch.export
+    FRAMES = "_filter_traceback_frames"  # which of the lines that led to an operation it keeps, where it has that
     _get_dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 

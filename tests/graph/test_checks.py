@@ -178,6 +178,17 @@ def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     trace(model(function), call_of(model(function), SEQUENCES), CPU, TraceOptions(is_dynamic=False, micro_batch_size=3))
 
 
+def centred(h: Tensor) -> Tensor:
+    middle = h.mean(0)
+    return h - middle
+
+
+def test_a_line_is_that_of_the_function_it_is_in() -> None:
+    """Once it was the line in forward that calls the function."""
+    with pytest.raises(TraceError, match=r"meets each sample in sub at .*test_checks\.py:\d+ \(return h - middle\)"):
+        traced(model(lambda self, x: self.last(centred(self.first(x)))), SEQUENCES)
+
+
 def auxiliary(self: nn.Module, x: Tensor) -> Tensor:
     """Adds a loss of how a batch is spread over experts, weighted by a parameter."""
     scores = self.first(x).softmax(-1)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import dropwhile
 from threading import get_ident
+from traceback import StackSummary
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils import checkpoint
 
 from autovaruna._torch import (
     CONVERT,
+    FRAMES,
     FakeTensor,
     ModuleStackTracer,
     all_true,
@@ -39,7 +42,7 @@ from autovaruna.graph.export.assertions import all_pass, is_traced, number_in
 from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
 from autovaruna.graph.opaque.keep import NamedFunction
 from autovaruna.graph.side_effects import StateError
-from autovaruna.graph.source_lines import chain_of, is_users, users_line
+from autovaruna.graph.source_lines import chain_of, is_of_script, is_users, users_line
 
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
@@ -216,7 +219,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def modules_followed() -> Iterator[None]:
     """Has torch.export follow the modules of this thread alone while the context lasts, those that raise as well.
 
-    It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error.
+    It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error. Of
+    the lines that led to an operation it keeps those of methods named forward; here, of the script's functions as well.
     """
     tracing, call, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
 
@@ -233,7 +237,15 @@ def modules_followed() -> Iterator[None]:
     def get_own(self: Any, name: str, value: Any, known: Any) -> Any:
         return get(self, name, value, known) if get_ident() == tracing else value
 
-    with replaced(ModuleStackTracer, "call_module", call_module), replaced(ModuleStackTracer, "getattr", get_own):
+    def users_frames(self: Any, frames: StackSummary) -> StackSummary:
+        begun = dropwhile(lambda frame: frame.name != "forward", frames)
+        return StackSummary.from_list(
+            frame for frame in begun if frame.name == "forward" or is_of_script(frame.filename)
+        )
+
+    with ExitStack() as stack:
+        for name, act in (("call_module", call_module), ("getattr", get_own), (FRAMES, users_frames)):
+            stack.enter_context(replaced(ModuleStackTracer, name, act))
         yield
 
 
