@@ -1,7 +1,7 @@
 """Says what a value may have to do with the batch, and lists what torch's operators do with samples: one row for each.
 
 The rest of the room asks this table alone. An operator that is not in it is tried out on drawn numbers (`drawn.py`).
-Which tensors an operator takes and changes, its schema says, or counting their versions.
+Which tensors an operator takes and changes, its schema says.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 from autovaruna._torch import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
 Node = TypeVar("Node", bound=Hashable)
 MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
-_NORMALISES = (3, 4, 5)
+NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+STATISTICS, BY_SAMPLES = slice(3, 5), 5
+"""Places among their arguments: of running statistics, and of whether they go by their samples and change these."""
 WITH_TENSORS: Mapping[Any, Any] = {
     **{each.Scalar: each.Tensor for each in (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.sub, aten.rsub)},
     **dict.fromkeys((aten.pow.Tensor_Scalar, aten.pow.Scalar), aten.pow.Tensor_Tensor),
@@ -158,7 +159,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
+    """Returns those arguments of a call, of a list each, that its operation changes: as a rule its schema says so."""
+    if operation is run_opaque:  # buffers; whether it has changed them nobody knows
+        return list(args[3][args[0].num_parameters :])
+    if operation in NORMS:
+        return [*args[STATISTICS]] if args[BY_SAMPLES] else []
     if not isinstance(operation, OpOverload) or not schema_of(operation).is_mutable:
         return []
     known = schema_of(operation).arguments
@@ -175,20 +180,6 @@ def give(node: fx.Node, **changed: Any) -> None:
     given = arguments(node) | changed
     node.args = tuple(given.pop(argument.name) for argument in schema_of(target).arguments if not argument.kwarg_only)
     node.kwargs = given
-
-
-class Counting(TorchFunctionMode):
-    """Counts changes by operations that leave it to what runs them: lists of tensors, and operations of libraries.
-
-    A tensor's version rises with each change, but on fake tensors such operations run nothing.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for each in changed_by(function, args, kwargs or {}):
-            if isinstance(each, Tensor):
-                torch.autograd.graph.increment_version(each)
-        return result
 
 
 class Linearity(Enum):
@@ -242,8 +233,6 @@ class Operator:
         factors: of one with two factors: places of the first, place of the second, whether that is no divisor.
         not_read: the argument whose numbers do not count: what labels weigh in all, or where bags begin.
         picks_by: the argument whose elements other than zero say what it picks.
-        statistics: places of two running statistics, and of whether it changes them.
-        drops: places of a probability to drop numbers, and of whether it does so at all.
     """
 
     linearity: Linearity = Linearity.UNKNOWN
@@ -254,8 +243,6 @@ class Operator:
     factors: tuple[tuple[int, ...], int, bool] | None = None
     not_read: int | None = None
     picks_by: int | None = None
-    statistics: tuple[int, int, int] | None = None
-    drops: tuple[int, int | None] | None = None
 
 
 def _shape(argument: Any) -> tuple[Any, ...]:
@@ -305,7 +292,7 @@ def _others(node: fx.Node) -> Iterable[Any]:
     return shape
 
 
-_LINEAR, _VIEW, _BREAK, _UNKNOWN = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK, Linearity.UNKNOWN
+_LINEAR, _VIEW, _BREAK = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK
 _LABELS = Operator(traits=Trait.AVERAGES_LABELS)
 _TABLE: tuple[tuple[str, Operator], ...] = (
     # element by element
@@ -390,10 +377,8 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("conv?d conv_transpose?d", Operator(along=_convolved)),
     ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Operator(along=_steps)),
     ("renorm renorm_", Operator(along=_others)),
-    ("batch_norm", Operator(statistics=_NORMALISES)),
-    ("instance_norm", Operator(along=lambda node: _shape(node.args[0])[2:], statistics=_NORMALISES)),
-    ("scaled_dot_product_attention", Operator(along=lambda node: _shape(node.args[1])[-2:-1], drops=(4, None))),
-    ("dropout", Operator(drops=(1, 2))),
+    ("instance_norm", Operator(along=lambda node: _shape(node.args[0])[2:])),
+    ("scaled_dot_product_attention", Operator(along=lambda node: _shape(node.args[1])[-2:-1])),
     ("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d", _LABELS),
     ("nll_loss_backward nll_loss2d_backward", Operator(not_read=-1)),
 )
@@ -443,13 +428,6 @@ def adds_up(node: fx.Node) -> bool:
     return has(node, Trait.ADDS_UP) or arguments(node).get("reduction") == SUM
 
 
-def changed_statistics(node: fx.Node) -> list[fx.Node]:
-    """Returns the running statistics that a node changes; no schema says so."""
-    places = operator_of(node).statistics
-    buffers = [node.args[place] for place in places[:2]] if places is not None and node.args[places[2]] else []
-    return [each for each in buffers if isinstance(each, fx.Node)]
-
-
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, or may; a dropout that is off draws none."""
     target: Any = node.target
@@ -457,11 +435,8 @@ def is_random(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if (places := operator_of(node).drops) is None:
-        return True
-    probability, training = places
-    rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
-    return bool(rate != 0.0) and (training is None or node.args[training] is not False)
+    given = arguments(node)
+    return not any(given.get(name) == 0 for name in ("p", "dropout", "dropout_p", "train", "training"))
 
 
 def is_differentiable(tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 from autovaruna.graph.operators import (
+    BY_SAMPLES,
     KEEPING,
     MEAN,
     Dependence,
@@ -45,7 +46,6 @@ from autovaruna.graph.source_lines import modules_of, origin
 from autovaruna.graph.traced import OutputKind, TracedModel
 
 logger = logging.getLogger(__name__)
-_TRAINING = 5  # place of the argument of ``aten.batch_norm`` that says whether it computes statistics
 
 
 def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: SampleOrders) -> list[fx.Node]:
@@ -349,7 +349,7 @@ def _says_what_is_finite(node: fx.Node) -> bool:
 def batch_norms(traced: TracedModel) -> list[fx.Node]:
     """Returns the batch normalisations that go by the statistics of their samples."""
     nodes = traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
-    return [node for node in nodes if node.args[_TRAINING]]
+    return [node for node in nodes if node.args[BY_SAMPLES]]
 
 
 def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:

@@ -174,9 +174,7 @@ class OpaqueModule:
         return _apart(outputs, [*tensors, *given])
 
     def _pretend(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Returns fake results of fake arguments; all buffers count as changed."""
-        for buffer in state[self.num_parameters :]:
-            torch.autograd.graph.increment_version(buffer)
+        """Returns fake results of fake arguments."""
         made = [line.make(batch, (*tensors, *state)[0].device) for line in self.returned.tensors]
         sources = [each for each in (*tensors, *state) if each.requires_grad]
         if not sources or not torch.is_grad_enabled():
