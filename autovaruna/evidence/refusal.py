@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
+from autovaruna.evidence.sample_runs import by_rows
 from autovaruna.graph.export.errors import FOR_COUNTS, advice
 from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import is_differentiable, reached
 from autovaruna.graph.rounding import distance
 from autovaruna.graph.source_lines import modules_of, origin
-from autovaruna.graph.traced import TracedModel, joined
+from autovaruna.graph.traced import TracedModel
 
 _MOST_NAMES = 3
 
@@ -85,15 +86,13 @@ def fits(
         return any(distance(made, whole) <= allowed for made in added) or all(
             distance(each, whole) <= allowed for each in others
         )
-    rows = whole.shape[dimension] // sum(sizes)
-    before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
-    if [each.shape for each in others] != [(*before, rows * size, *after) for size in sizes]:
+    around = whole.shape[:dimension] + whole.shape[dimension + 1 :]
+    if any(each.shape[:dimension] + each.shape[dimension + 1 :] != around for each in others):
         return False
     scaled = [others]
     if is_differentiable(whole) and not is_gradient:  # by the size of the batch, or by what is counted over it
         scaled += [[each * share**power for each, share in zip(others, shares, strict=True)] for power in (1, -1)]
-    divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
-    return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
+    return any(by_rows(each, whole, dimension, sizes) <= allowed for each in scaled)
 
 
 def _place(node: fx.Node) -> str:

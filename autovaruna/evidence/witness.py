@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import pytree
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.refusal import fits, refusal
-from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, Source, added, alike, averaged, far, settled
+from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, Source, added, alike, averaged, by_rows, far, settled
 from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UnknownOrderError, UntriedError
 from autovaruna.graph.evaluate import NodeError
 from autovaruna.graph.operators import is_differentiable, reached, run_opaque
 from autovaruna.graph.rounding import BY_ROUNDING, SEEDS, SMALL, Rounded, clear_tolerance, distance, small_share
 from autovaruna.graph.source_lines import first_line, origin
-from autovaruna.graph.traced import OutputKind, TracedModel, joined
+from autovaruna.graph.traced import OutputKind, TracedModel
 from autovaruna.stage.module import StageModule
 
 MOST_SAMPLES, MOST_COUNTED = 6, 16
@@ -219,19 +219,12 @@ class _ComparedSamples:
         return (added if self._terms.is_sum else averaged)(name, whole, runs)
 
     def _by_rows(self, name: str, parts: Sequence[Tensor], whole: Tensor, least: float = 0.0) -> float:
-        dimension = self._of.dimension(name)
-        assert dimension is not None
         if len(parts) == 1:
             return distance(parts[0], whole, least)
-        per_sample = whole.shape[dimension] // self._size
-        spec = self._of.specs.get(name)
-        outers = [outer for outer in range(1, per_sample + 1) if per_sample % outer == 0]
-        if spec is not None:
-            outers = [self._traced.outer(spec, self._terms.lengths)]
-        sizes = [each.shape[dimension] / len(part) for each, part in zip(parts, self._cut, strict=True)]
-        if whole.shape[dimension] / self._size != sizes[0] or sizes[0] != sizes[1]:
-            return torch.inf
-        return min(distance(joined(parts, dimension, outer), whole, least) for outer in outers)
+        dimension, spec = self._of.dimension(name), self._of.specs.get(name)
+        assert dimension is not None
+        outers = [] if spec is None else [self._traced.outer(spec, self._terms.lengths)]
+        return by_rows(parts, whole, dimension, [len(part) for part in self._cut], outers, least)
 
     def _distances(self, whole: SampleRun, runs: Sequence[SampleRun]) -> dict[str | Source, float]:
         """Returns how far what parts give is from what the whole gives, by what it is, or of what the gradient."""

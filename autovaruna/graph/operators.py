@@ -1,6 +1,6 @@
 """Says what a value may have to do with the batch, and lists what torch's operators do with samples: one row for each.
 
-The rest of the room asks this table alone. An operator that is not in it is tried out on drawn numbers (`drawn.py`).
+The rest of the room asks this table alone. What an operator that is not in it makes of several samples is no mean.
 Which tensors an operator takes and changes, its schema says.
 """
 
@@ -230,7 +230,6 @@ class Operator:
         merge: how its results for several mini-batches become that for all.
         along: the dimensions along which its result for one place depends on other places.
         counts_along: those along which it does if the result is integers or masks.
-        factors: of one with two factors: places of the first, place of the second, whether that is no divisor.
         not_read: the argument whose numbers do not count: what labels weigh in all, or where bags begin.
         picks_by: the argument whose elements other than zero say what it picks.
     """
@@ -240,7 +239,6 @@ class Operator:
     merge: Merge | None = None
     along: Lengths | None = None
     counts_along: Lengths | None = None
-    factors: tuple[tuple[int, ...], int, bool] | None = None
     not_read: int | None = None
     picks_by: int | None = None
 
@@ -301,9 +299,6 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
         Operator(_LINEAR),
     ),
     ("real imag view_as_real view_as_complex", Operator(_LINEAR)),
-    ("lerp", Operator(_LINEAR, factors=((0, 1), 2, True))),
-    ("addcmul", Operator(_LINEAR, factors=((1,), 2, True))),
-    ("addcdiv", Operator(_LINEAR, factors=((1,), 2, False))),
     ("to _to_copy clone detach detach_ lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
     ("to.other", Operator(_LINEAR, Trait.SAME_NUMBER | Trait.AS_ANOTHER)),
     ("mul mul_", Operator(Linearity.MULTIPLY)),
@@ -341,7 +336,7 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("norm linalg_vector_norm linalg_norm dist std var std_mean var_mean logsumexp prod trapezoid", Operator(_BREAK)),
     ("median nanmedian nanmean quantile mode linalg_det logdet linalg_slogdet", Operator(_BREAK)),
     # sums of products
-    ("mv dot vdot inner baddbmm einsum tensordot", Operator(Linearity.PRODUCT, Trait.ADDS_UP)),
+    ("mv dot vdot inner linalg_vecdot baddbmm einsum tensordot", Operator(Linearity.PRODUCT, Trait.ADDS_UP)),
     ("linear matmul mm bmm addmm", Operator(Linearity.PRODUCT, Trait.ADDS_UP | Trait.LAYER)),
     # along a dimension
     ("softmax log_softmax _softmax _log_softmax", Operator(_BREAK, along=_by_dimension)),
@@ -417,7 +412,7 @@ def has(node: fx.Node, trait: Trait) -> bool:
 
 
 def is_listed(node: fx.Node) -> bool:
-    """Whether it is known how an operator makes one number of several samples; others are tried out."""
+    """Whether it is known how an operator makes one number of several samples."""
     row = operator_of(node)
     is_known = row.linearity in (Linearity.LINEAR, Linearity.PRODUCT) or Trait.ADDS_UP in row.traits
     return is_known or arguments(node).get("reduction") in (MEAN, SUM)

@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_long, read
 from autovaruna.graph.batch.order import SampleOrders
+from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.export.errors import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
@@ -273,7 +273,7 @@ class _LossTail:
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
-            return self._is_unknown(node) or join_tried(node, self._sizes) is ReductionKind.OTHER
+            return self._is_unknown(node) or self._breaks(node.args[0])  # type: ignore[arg-type]
         if not isinstance(node.target, OpOverload):
             return False
         row = operator_of(node)
@@ -284,16 +284,11 @@ class _LossTail:
             return sum(joint) > 1 or (any(joint) and node.args[0] is node.args[1])
         if row.linearity is Linearity.DIVIDE:
             return sum(joint) > 1 or self._is_joint(node.args[1])
-        if row.factors is not None:
-            first, second, is_linear = row.factors
-            has_first = any(self._is_joint(node.args[place]) for place in first)
-            return self._is_joint(node.args[second]) and (has_first or not is_linear)
         if any(joint):
             return row.linearity is not Linearity.LINEAR and not self._facts[node.name].is_view
         if Trait.PICKS in row.traits or self._averages_counted(node):
             return True
-        is_made = any(map(self._sizes.has_samples, node.all_input_nodes))
-        return is_made and not is_listed(node) and join_tried(node, self._sizes) is ReductionKind.OTHER
+        return not is_listed(node) and any(map(self._sizes.has_samples, node.all_input_nodes))
 
     def _is_unknown(self, node: fx.Node) -> bool:
         """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""

@@ -32,6 +32,7 @@ from autovaruna._torch import (
     generalize,
     pack_by_lengths,
     replaced,
+    replaced_here,
     subclasses,
     top_saved_tensors_hooks,
 )
@@ -95,16 +96,12 @@ class Idioms(TorchFunctionMode):
     @contextmanager
     def scripted_functions(self) -> Iterator[None]:
         """Sees calls of functions of ``torch.jit.script``, of which torch tells no mode, while the context lasts."""
-        tracing, plain = get_ident(), vars(ScriptFunction)["__call__"]
 
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            act = partial(plain, function)
-            if get_ident() != tracing:
-                return act(*args, **kwargs)
+        def call(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             generalize(function)
-            return self._call(function, act, args, kwargs)
+            return self._call(function, partial(plain, function), args, kwargs)
 
-        with replaced(ScriptFunction, "__call__", call):
+        with replaced_here(ScriptFunction, "__call__", call):
             yield
 
     def function_of(self, error: Exception) -> NamedFunction | None:
@@ -222,14 +219,14 @@ def modules_followed() -> Iterator[None]:
     It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error. Of
     the lines that led to an operation it keeps those of methods named forward; here, of the script's functions as well.
     """
-    tracing, call, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
+    tracing, plain, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
 
     def call_module(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if get_ident() != tracing:
             return forward(*args, **kwargs)
         running = self.module_stack.copy()
         try:
-            return call(self, module, forward, args, kwargs)
+            return plain(self, module, forward, args, kwargs)
         except BaseException:
             self.module_stack = running
             raise
@@ -272,21 +269,20 @@ def hide_fakes() -> Iterator[None]:
 @contextmanager
 def padded_encoders() -> Iterator[None]:
     """Traces encoders that plain PyTorch would give nested tensors by their formula, on this thread, while it lasts."""
-    tracing, plain = get_ident(), nn.TransformerEncoder.forward
 
     def forward(
+        plain: Any,
         self: Any,
         src: Tensor,
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
-    ) -> Tensor:
-        is_plain = get_ident() != tracing or mask is not None or is_causal
-        if is_plain or src_key_padding_mask is None or not _nests(self, src):
+    ) -> Any:
+        if mask is not None or is_causal or src_key_padding_mask is None or not _nests(self, src):
             return plain(self, src, mask, src_key_padding_mask, is_causal)
         return _evaluated(self, src, src_key_padding_mask)
 
-    with replaced(nn.TransformerEncoder, "forward", forward):
+    with replaced_here(nn.TransformerEncoder, "forward", forward):
         yield
 
 

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import sympy
@@ -37,34 +36,23 @@ USES_WEIGHTS = "it uses tensors of {} that are not among its arguments"
 _NEAR = 0.05
 _PARTS = (2, 3)
 _WHOLE = sum(_PARTS)
-_HALVES = (torch.float16, torch.bfloat16)
+Drawn = tuple[bool, int | None]
+"""Which numbers are drawn for arguments, since modules refuse some: whether floats lie in (0, 1), and the integers.
+
+Integers may be classes or lengths: all are one number, or, for None, zeros and ones.
+"""
+_PLAIN: Drawn = (False, 0)
+_FOR_SHAPES: tuple[Drawn, ...] = (_PLAIN, (True, 0), (False, 1), (True, 1))
+_FOR_REDUCTIONS: tuple[Drawn, ...] = ((False, None), (True, None), _PLAIN)
 
 
 class CannotKeepError(Exception):
     """Says why a module cannot be kept whole."""
 
 
-class DrawnNumbers(Enum):
-    """Which numbers are drawn for arguments, since modules refuse some: whether floats lie in (0, 1), and the integers.
-
-    Integers may be classes or lengths: all are one number, or, for None, zeros and ones.
-    """
-
-    PLAIN = False, 0
-    SHARES = True, 0
-    ONES = False, 1
-    SHARES_AND_ONES = True, 1
-    DRAWN = False, None
-    DRAWN_SHARES = True, None
-
-
-_FOR_SHAPES = (DrawnNumbers.PLAIN, DrawnNumbers.SHARES, DrawnNumbers.ONES, DrawnNumbers.SHARES_AND_ONES)
-_FOR_REDUCTIONS = (DrawnNumbers.DRAWN, DrawnNumbers.DRAWN_SHARES, DrawnNumbers.PLAIN)
-
-
-def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: DrawnNumbers) -> Tensor:
+def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: Drawn) -> Tensor:
     """Returns random numbers, small ones where integers are the same; booleans are true then."""
-    is_share, whole = numbers.value
+    is_share, whole = numbers
     kind = torch.empty((), dtype=dtype)
     if not is_differentiable(kind):
         drawn = torch.randint(2, tuple(shape), generator=generator)
@@ -120,7 +108,7 @@ class OpaqueTrial:
                 refusals.append(error)
         raise refusals[0]
 
-    def _outputs(self, size: int, numbers: DrawnNumbers) -> tuple[list[Tensor], Tree, bool]:
+    def _outputs(self, size: int, numbers: Drawn) -> tuple[list[Tensor], Tree, bool]:
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [version_of(each) for each in tensors]
         outputs, tree, is_changed = self.run(tensors, state)
@@ -161,13 +149,13 @@ class OpaqueTrial:
         """Returns numbers of the module's state: its own, or random ones."""
         generator = torch.Generator().manual_seed(0)
         made = [
-            _drawn(own.shape, own.dtype, generator, DrawnNumbers.PLAIN) if own.is_meta else own.detach().clone()
+            _drawn(own.shape, own.dtype, generator, _PLAIN) if own.is_meta else own.detach().clone()
             for own in self.state
         ]
         pairs = zip(made, self.state, strict=True)
         return [each.to(self.device).requires_grad_(own.requires_grad) for each, own in pairs]
 
-    def arguments(self, numbers: DrawnNumbers, size: int) -> list[Tensor]:
+    def arguments(self, numbers: Drawn, size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [
             _drawn(self.shape_of(each, size), each.dtype, generator, numbers)
@@ -290,7 +278,7 @@ def _reductions(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[Reduct
     return [ReductionKind.UNKNOWN for _ in lines]
 
 
-def _reductions_on(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: DrawnNumbers) -> list[ReductionKind]:
+def _reductions_on(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: Drawn) -> list[ReductionKind]:
     tensors = trial.arguments(numbers, _WHOLE)
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
     whole, *of_parts = (_run(trial, each, seed=0) for each in (tensors, *parts))
