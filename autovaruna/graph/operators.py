@@ -6,7 +6,6 @@ Which tensors an operator takes and changes, its schema says.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, auto
@@ -256,38 +255,14 @@ def _by_dimension(node: fx.Node) -> Iterable[Any]:
     return [shape[place] for place in places if shape]
 
 
-def _first(node: fx.Node) -> Iterable[Any]:
-    return _shape(node.args[0])[:1]
-
-
 def _all(node: fx.Node) -> Iterable[Any]:
     return [length for source in node.all_input_nodes for length in _shape(source)]
-
-
-def _windows(node: fx.Node) -> Iterable[Any]:
-    """Returns the last dimensions, over which a window moves: as many as the operator's name says."""
-    found = re.search(r"(\d)d", name_of(node))
-    assert found is not None
-    return _shape(node.args[0])[-int(found[1]) :]
-
-
-def _convolved(node: fx.Node) -> Iterable[Any]:
-    kernel = _shape(node.args[1])[2:]
-    lengths = _shape(node.args[0])[-len(kernel) :]
-    return [length for length, size in zip(lengths, kernel, strict=True) if size > 1]
 
 
 def _steps(node: fx.Node) -> Iterable[Any]:
     shape = _shape(node.args[0])
     is_second = bool(arguments(node).get("batch_first")) and len(shape) == 3
     return shape[1:2] if is_second else shape[:1]
-
-
-def _others(node: fx.Node) -> Iterable[Any]:
-    """Returns the dimensions over which the norm of each slice is taken."""
-    shape = list(_shape(node.args[0]))
-    del shape[arguments(node)["dim"]]
-    return shape
 
 
 _LINEAR, _VIEW, _BREAK = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK
@@ -343,9 +318,7 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("kthvalue", Operator(_BREAK, counts_along=_by_dimension)),
     ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES, along=_by_dimension)),
     ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
-    ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
     ("flip roll", Operator(_LINEAR, along=_by_dimension)),
-    ("flipud", Operator(along=_first)),
     ("cumprod cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
     ("diff", Operator(counts_along=_by_dimension)),
     ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
@@ -368,10 +341,7 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("nonzero", Operator(traits=Trait.FINDS_PLACES, picks_by=0)),
     ("is_nonzero nonzero_* searchsorted bucketize _logcumsumexp", Operator(traits=Trait.FINDS_PLACES)),
     # layers and losses
-    ("*pool?d* *upsample_*?d*", Operator(along=_windows)),
-    ("conv?d conv_transpose?d", Operator(along=_convolved)),
     ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Operator(along=_steps)),
-    ("renorm renorm_", Operator(along=_others)),
     ("instance_norm", Operator(along=lambda node: _shape(node.args[0])[2:])),
     ("scaled_dot_product_attention", Operator(along=lambda node: _shape(node.args[1])[-2:-1])),
     ("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d", _LABELS),

@@ -153,7 +153,6 @@ def of_the_best(self: nn.Module, x: Tensor) -> Tensor:
 MIXING: dict[str, Callable[..., Tensor]] = {
     "attention whose first dimension is time": lambda self, x: self.attention(x),
     "softmax": lambda self, x: self.first(x).softmax(0),
-    "norm of each channel over all samples": lambda self, x: torch.renorm(self.first(x), 2, 2, 0.5),
     "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
     "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
     "against the first": lambda self, x: self.last(x) - x[0],

@@ -124,9 +124,7 @@ class _Meetings:
         return ""
 
     def _by_count(self, node: fx.Node) -> str:
-        """Finds backwards of means in forward, and gradients divided by how often an index is there."""
-        if name_of(node).endswith("_backward") and arguments(node).get("reduction") == MEAN:
-            return f"the gradient of a mean over the samples, for each of them (use a sum), is {node.name}"
+        """Finds gradients that are divided by how often an index is there."""
         if not arguments(node).get("scale_grad_by_freq") or not self._facts[node.name].needs_gradient:
             return ""
         return f"scale_grad_by_freq has gradients go by how often an index is in the batch, in {node.name}"
