@@ -49,11 +49,13 @@ def refusal(
     is_of_loss = reduction is not None and (bad or (loss is not None and loss.path in wrong))
     if loss is not None and is_of_loss and not any(traced.sizes.has_samples(node) for node in bad):
         first = [*bad, by_name.get(loss.node, ends[0])][0]
+        other = "mean" if reduction == "sum" else "sum"
         return InputError(
             f"The loss of the model is no {reduction} over its samples: {first.name}, at {place}, makes it another for "
             f"{num_samples} samples than parts of them, joined by reduction={reduction!r}, have ({far}). Expected "
-            f"a {reduction}; return what the loss is computed from, and compute it outside of the model, from the "
-            "outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on several ranks."
+            f"a {reduction}, or the setting reduction={other!r} for a {other}; return what the loss is computed from, "
+            "and compute it outside of the model, from the outputs of the whole batch; or pass num_micro_batches=1, "
+            "with inputs='replicated' on several ranks."
         )
     what = first.name if bad or not back else f"the gradient that goes back through {first.name}"
     return TraceError(

@@ -1,4 +1,4 @@
-"""Functions that are kept whole are tried out: they go on, are averaged or added up, or are refused.
+"""Functions that are kept whole go on, are averaged or added up, or are refused.
 
 They are autograd functions, those of ``torch.jit.script``, and those that a script marks with `keep_whole`.
 """
@@ -182,18 +182,18 @@ AS_PLAIN: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", some([*AS_PLAIN], 4))
 def test_a_function_trains_as_in_plain_pytorch(name: str) -> None:
-    """One that reduces the samples is known as a mean or a sum; each has its own backward by any name."""
+    """One that reduces the samples to a sum says so by its name; each has its own backward by any name."""
     train_as_plain(case_of(name, AS_PLAIN[name]), pipeline(2), SIZE, SIZE)
     assert "forward" not in vars(Turned), "the names of functions are those of the script again"
 
 
 MIXES, GRADIENT = "mixes the samples", "the gradient that goes back through module is another.*the gradient of "
-DEPENDS = MIXES + ".*{}, which is kept whole, returns for a sample, or its gradient, dep"
+TOGETHER = MIXES + ".* is another for . samples together than for parts of them, at .*test_kept_functions.*"
 REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
     "sum": (lambda m, h, y: Half.apply(m.last(h), y, "sum"), InputError, "a sum over the samples"),
     "root": (lambda m, h, y: Root.apply(m.last(h)), InputError, "no mean over its samples"),
-    "scripted, mixing": (classify(lambda m, h: m.last(normed(h))), TraceError, DEPENDS.format("normed")),
-    "marked, mixing": (classify(lambda m, h: m.last(CENTRE(h))), TraceError, DEPENDS.format("lambda>")),
+    "scripted, mixing": (classify(lambda m, h: m.last(normed(h))), TraceError, TOGETHER + "normed"),
+    "marked, mixing": (classify(lambda m, h: m.last(CENTRE(h))), TraceError, TOGETHER + "CENTRE"),
     "centred": (classify(lambda m, h: m.last(Centred.apply(h))), TraceError, GRADIENT + r"first\.weight"),
     "limited weight": (
         classify(lambda m, h: F.linear(h, Clamped.apply(m.last.weight))),

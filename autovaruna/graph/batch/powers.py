@@ -15,8 +15,7 @@ from torch import fx
 
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_number
 from autovaruna.graph.lengths import Sizes
-from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.operators import (
     KEEPING,
     SCALING,
@@ -55,10 +54,7 @@ class Powers:
 
     def no_sum_in(self, node: Any) -> fx.Node | None:
         """Returns the part of a value that is no sum over the samples; None if all of it is one, or may be."""
-        parts = self._reduced(node, 0.0, set())
-        return next(
-            (made for made, power in parts if power != 1.0 and reduction_of(made) is not ReductionKind.UNKNOWN), None
-        )
+        return next((made for made, power in self._reduced(node, 0.0, set()) if power != 1.0), None)
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
         """Whether numbers of samples are scaled and added up to what is in `tail`, and nothing else."""
@@ -70,6 +66,8 @@ class Powers:
         if not isinstance(node, fx.Node) or (node, power) in seen or self._grows(node) or self._sizes.is_given(node):
             return
         seen.add((node, power))
+        if (kept := _kept(node)) is not None and not kept.adds_up:
+            return  # the first step tells
         if node.target is getitem or any(map(self._grows, node.all_input_nodes)):
             for scale in self._scales(node):
                 yield node, power + _is_sum(node) + scale
@@ -138,7 +136,10 @@ class Powers:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    if node.target is not getitem:
-        return adds_up(node)
-    kept = opaque_module_of(node.args[0])  # type: ignore[arg-type]
-    return kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
+    kept = _kept(node)
+    return adds_up(node) if kept is None else kept.adds_up
+
+
+def _kept(node: fx.Node) -> OpaqueModule | None:
+    """Returns the module that is kept whole of which a node is a result."""
+    return opaque_module_of(node.args[0]) if node.target is getitem else None  # type: ignore[arg-type]

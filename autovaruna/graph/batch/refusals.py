@@ -23,8 +23,7 @@ from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.export.errors import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
-from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import (
     BY_SAMPLES,
     KEEPING,
@@ -58,10 +57,8 @@ def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: SampleOrders) -> 
     meetings = _Meetings(graph, orders)
     for node in graph.module.graph.nodes:
         if words := meetings.words(node):
-            kept = opaque_module_of(node.args[0]) if node.target is getitem else None
-            name, place = type(model).__qualname__, origin(node) or (kept and kept.line) or node.name
-            helps = advice(model, graph.call, modules_of(node))
-            raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
+            name, helps = type(model).__qualname__, advice(model, graph.call, modules_of(node))
+            raise TraceError(f"{name} mixes the samples of a batch: {words} at {_place(node)}. {helps}")
     return [node for node in graph.module.graph.nodes if meetings.joins_counts(node)]
 
 
@@ -85,7 +82,7 @@ class _Meetings:
         ):
             return self._orders.torn[node]
         if not isinstance(node.target, OpOverload):
-            return self._inside(node)
+            return ""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and sum(map(self._sizes.grows, value.shape)) > 1:  # samples meet each other in it
             return f"the value {node.name} has the shape {tuple(value.shape)}"
@@ -135,17 +132,6 @@ class _Meetings:
             if any(map(self._sizes.is_part, tensor.shape)):
                 return f"{node.name}, of the shape {tuple(tensor.shape)}, leaves samples out or adds some"
         return ""
-
-    def _inside(self, node: fx.Node) -> str:
-        """Finds modules and functions that are kept whole, and make something else of the parts of a batch."""
-        if node.target is not getitem or reduction_of(node) is not ReductionKind.OTHER:
-            return ""
-        kept = opaque_module_of(node.args[0])  # type: ignore[arg-type]
-        assert kept is not None
-        what = f"what {kept.path}, which is kept whole, returns"
-        if self._dependence(node) is Dependence.NONE:
-            return f"the gradient of {what} for the whole batch is no sum of those for its samples"
-        return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
 
 
 def _tensors_of(node: fx.Node) -> list[Tensor]:
@@ -271,7 +257,9 @@ class _LossTail:
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
-            return self._is_unknown(node) or self._breaks(node.args[0])  # type: ignore[arg-type]
+            made: Any = node.args[0]
+            is_kept = opaque_module_of(made) is not None
+            return any(map(self._is_joint, made.all_input_nodes)) if is_kept else self._breaks(made)
         if not isinstance(node.target, OpOverload):
             return False
         row = operator_of(node)
@@ -287,16 +275,6 @@ class _LossTail:
         if Trait.PICKS in row.traits or self._averages_counted(node):
             return True
         return not is_listed(node) and any(map(self._sizes.has_samples, node.all_input_nodes))
-
-    def _is_unknown(self, node: fx.Node) -> bool:
-        """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
-        made: Any = node.args[0]
-        join = reduction_of(node)
-        if join is None:
-            return False
-        kept = opaque_module_of(made)
-        is_guess = join is ReductionKind.UNKNOWN and kept is not None and kept.is_own_function
-        return join is ReductionKind.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted.
