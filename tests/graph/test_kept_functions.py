@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVarunaError, InputError, TraceError, keep_whole
+from autovaruna import AutoVaruna, AutoVarunaError, InputError, TraceError, keep_whole
 from autovaruna.graph.trace import trace
 from tests.catalogue import DEVICE
 from tests.catalogue.case import Case
@@ -23,10 +23,11 @@ from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written
 from tests.graph.models import call_of
 from tests.products import some
 from tests.reference import bit_equal
-from tests.session.training import pipeline, refuse, train, train_as_plain
+from tests.session.training import QUIET, Setup, pipeline, refuse, train, train_as_plain
 
 SIZE = 7
 X = {"x": labelled(SIZE, 0)[1]["x"]}
+TWO: dict[str, Any] = {"plan": Setup(num_micro_batches=2).plan, "num_micro_batches": 2, **QUIET}
 
 
 class Half(torch.autograd.Function):
@@ -214,6 +215,13 @@ def test_another_needs_the_whole_batch_in_one(name: str) -> None:
     refuse(case_of(name, loss), words, error=error)
     train_as_plain(case_of(name, loss), pipeline(2, num_micro_batches=1), SIZE, SIZE)
     assert "cov" not in vars(torch.Tensor)
+
+
+def test_a_number_that_a_function_makes_and_nothing_trains_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    largest = keep_whole(lambda h: h.max().item() * torch.ones(()))
+    model = AutoVaruna(Model(lambda m, h, y: {"loss": m.last(h).mean(), "most": largest(h.detach())}), **TWO)
+    model(**labelled(SIZE, 0)[1])
+    assert "output['most'] may be no mean over the samples (" in caplog.text
 
 
 def test_a_scripted_function_without_branches_is_traced() -> None:

@@ -176,11 +176,12 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
                 "model. For the load balance of a mixture of experts pass batch_statistics='micro-batch', which takes "
                 "such a loss of each micro-batch and averages it, as its trainers do."
             )
-        if found is not None:
+        kept = None if spec.needs_gradient else means.kept_in(node)  # else the first step tells
+        if (told := found or kept) is not None:
             logger.warning(
-                "%s is no mean over the samples (%s): got the mean of what micro-batches give. Compute it outside of "
+                "%s %s no mean over the samples (%s): got the mean of what micro-batches give. Compute it outside of "
                 "the model to have that of the whole batch.",
-                *(spec.path, _place(found)),
+                *(spec.path, "may be" if found is None else "is", _place(told)),
             )
     for spec in specs:
         node = traced.nodes[spec.node]
@@ -254,6 +255,12 @@ class _LossTail:
 
         joint = reached([loss], lambda node: node.all_input_nodes if is_made(node) else ())
         return min((node for node in joint if is_made(node) and self._breaks(node)), default=None)
+
+    def kept_in(self, number: fx.Node) -> fx.Node | None:
+        """Returns what a kept module has made of several samples, of which a number is made; None: there is none."""
+        made_of = reached([number], lambda node: filter(self._is_joint, node.all_input_nodes))
+        made: list[Any] = [node for node in made_of if node.target is getitem]
+        return next((node for node in made if opaque_module_of(node.args[0]) is not None), None)
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:

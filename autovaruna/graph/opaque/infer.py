@@ -116,7 +116,7 @@ class OpaqueTrial:
             raise CannotKeepError("it changes its arguments in place")
         return outputs, tree, is_changed
 
-    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
+    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[list[Tensor], Tree, bool]:
         """Runs the module; returns its tensors, what they are in, and whether it has changed its state."""
         args, kwargs = self.call.unflatten(tensors)
         numbers, modules = plain_state(self.module), dict(self.module.named_modules())
@@ -124,7 +124,7 @@ class OpaqueTrial:
             torch.set_grad_enabled(self.is_differentiated),
             in_precision(self.precision),
             hide_tracing(),
-            python_generators(seed),
+            python_generators(0),
             with_state(places_of(self.module), state),
             applied_by(lambda function, args, may_train, run: run()),
         ):
