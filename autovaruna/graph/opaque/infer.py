@@ -139,9 +139,6 @@ class OpaqueTrial:
         check_modules(modules, dict(self.module.named_modules()))
         return outputs, tree, bool(changed)
 
-    def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
-        return tuple(_number(length, self.batch, size) for length in tensor.shape)
-
     def numbers(self) -> list[Tensor]:
         """Returns numbers of the module's state: its own, or random ones."""
         generator = torch.Generator().manual_seed(0)
@@ -155,7 +152,7 @@ class OpaqueTrial:
     def arguments(self, numbers: Drawn, size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [
-            _drawn(self.shape_of(each, size), each.dtype, generator, numbers)
+            _drawn([_number(length, self.batch, size) for length in each.shape], each.dtype, generator, numbers)
             .to(self.device)
             .requires_grad_(each.requires_grad and self.is_differentiated)
             for each in self.inputs
