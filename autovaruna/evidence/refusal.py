@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
-from autovaruna.evidence.sample_runs import by_rows
+from autovaruna.evidence.stage_rows import by_rows
 from autovaruna.graph.export.errors import FOR_COUNTS, advice
 from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import is_differentiable, reached

@@ -33,7 +33,7 @@ from autovaruna.graph.pieces import normalize
 from autovaruna.graph.precision import compiling_nothing, without_autocast
 from autovaruna.graph.random import OwnGenerators, RandomStream, python_generators
 from autovaruna.graph.rounding import distance
-from autovaruna.graph.traced import OutputKind, joined
+from autovaruna.graph.traced import OutputKind
 
 _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "dropout_p": 0.0}
 """Arguments of operations that draw numbers or have statistics of a batch, with which they do neither."""
@@ -331,22 +331,6 @@ def averaged(name: str, whole: SampleRun, runs: Sequence[SampleRun]) -> float:
 def alike(name: str, whole: SampleRun, runs: Sequence[SampleRun]) -> float:
     """Returns how far each part is."""
     return max(distance(run.returned[name], whole.returned[name]) for run in runs)
-
-
-def by_rows(
-    parts: Sequence[Tensor],
-    whole: Tensor,
-    dimension: int,
-    sizes: Sequence[int],
-    outers: Sequence[int] = (),
-    least: float = 0.0,
-) -> float:
-    """Returns how far the rows of parts are from those of the whole, if samples come so often, or however often."""
-    rows = whole.shape[dimension] // sum(sizes)
-    if [each.shape[dimension] for each in parts] != [rows * size for size in sizes]:
-        return torch.inf
-    outers = outers or [outer for outer in range(1, rows + 1) if rows % outer == 0]
-    return min((distance(joined(parts, dimension, outer), whole, least) for outer in outers), default=0.0)
 
 
 def far(one: Any, other: Tensor, least: float = 0.0) -> float:

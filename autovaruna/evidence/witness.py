@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import pytree
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.refusal import fits, refusal
-from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, Source, added, alike, averaged, by_rows, far, settled
-from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UnknownOrderError, UntriedError
+from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, Source, added, alike, averaged, far, settled
+from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UnknownOrderError, UntriedError, by_rows
 from autovaruna.graph.evaluate import NodeError
 from autovaruna.graph.operators import is_differentiable, reached, run_opaque
 from autovaruna.graph.rounding import BY_ROUNDING, SEEDS, SMALL, Rounded, clear_tolerance, distance, small_share
