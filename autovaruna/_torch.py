@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,7 @@ try:
     in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors
     FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
     ModuleStackTracer: Any = torch.fx.experimental.proxy_tensor._ModuleStackTracer  # follows modules for torch.export
+    FRAMES = "_filter_traceback_frames"  # which of the lines that led to an operation it keeps, where it has that
     _get_dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -282,6 +284,18 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def replaced_here(owner: Any, name: str, act: Callable[..., Any]) -> Iterator[None]:
+    """Has `act`, which is given it first, run in the place of a function on this thread while the context lasts."""
+    thread, plain = get_ident(), getattr(owner, name, None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return act(plain, *args, **kwargs) if get_ident() == thread or plain is None else plain(*args, **kwargs)
+
+    with replaced(owner, name, call):
+        yield
 
 
 @contextmanager

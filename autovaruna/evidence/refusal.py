@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
+from autovaruna.evidence.stage_rows import by_rows
 from autovaruna.graph.export.errors import FOR_COUNTS, advice
 from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import is_differentiable, reached
 from autovaruna.graph.rounding import distance
 from autovaruna.graph.source_lines import modules_of, origin
-from autovaruna.graph.traced import TracedModel, joined
+from autovaruna.graph.traced import TracedModel
 
 _MOST_NAMES = 3
 
@@ -22,7 +24,7 @@ def refusal(
     traced: TracedModel,
     model: nn.Module,
     num_samples: int,
-    wrong: Mapping[str, float],
+    wrong: Mapping[Any, float],
     places: tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]],
     reduction: str | None,
 ) -> AutoVarunaError:
@@ -47,16 +49,18 @@ def refusal(
     is_of_loss = reduction is not None and (bad or (loss is not None and loss.path in wrong))
     if loss is not None and is_of_loss and not any(traced.sizes.has_samples(node) for node in bad):
         first = [*bad, by_name.get(loss.node, ends[0])][0]
+        other = "mean" if reduction == "sum" else "sum"
         return InputError(
             f"The loss of the model is no {reduction} over its samples: {first.name}, at {place}, makes it another for "
             f"{num_samples} samples than parts of them, joined by reduction={reduction!r}, have ({far}). Expected "
-            f"a {reduction}; return what the loss is computed from, and compute it outside of the model, from the "
-            "outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on several ranks."
+            f"a {reduction}, or the setting reduction={other!r} for a {other}; return what the loss is computed from, "
+            "and compute it outside of the model, from the outputs of the whole batch; or pass num_micro_batches=1, "
+            "with inputs='replicated' on several ranks."
         )
     what = first.name if bad or not back else f"the gradient that goes back through {first.name}"
     return TraceError(
         f"{name} mixes the samples of a batch: {what} is another for {num_samples} samples together than for "
-        f"parts of them, at {place} ({', '.join(list(wrong)[:_MOST_NAMES])}: {far}). "
+        f"parts of them, at {place} ({', '.join(list(map(str, wrong))[:_MOST_NAMES])}: {far}). "
         f"{advice(model, traced.call, modules_of(first))}"
     )
 
@@ -84,15 +88,13 @@ def fits(
         return any(distance(made, whole) <= allowed for made in added) or all(
             distance(each, whole) <= allowed for each in others
         )
-    rows = whole.shape[dimension] // sum(sizes)
-    before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
-    if [each.shape for each in others] != [(*before, rows * size, *after) for size in sizes]:
+    around = whole.shape[:dimension] + whole.shape[dimension + 1 :]
+    if any(each.shape[:dimension] + each.shape[dimension + 1 :] != around for each in others):
         return False
     scaled = [others]
     if is_differentiable(whole) and not is_gradient:  # by the size of the batch, or by what is counted over it
         scaled += [[each * share**power for each, share in zip(others, shares, strict=True)] for power in (1, -1)]
-    divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
-    return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
+    return any(by_rows(each, whole, dimension, sizes) <= allowed for each in scaled)
 
 
 def _place(node: fx.Node) -> str:

@@ -20,8 +20,16 @@ from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UntriedEr
 from autovaruna.graph.evaluate import call, evaluate
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import profiling_mode
-from autovaruna.graph.operators import arguments, is_differentiable, is_of_batch, run_opaque
-from autovaruna.graph.pieces import NORMS, normalize
+from autovaruna.graph.operators import (
+    BY_SAMPLES,
+    NORMS,
+    STATISTICS,
+    arguments,
+    is_differentiable,
+    is_of_batch,
+    run_opaque,
+)
+from autovaruna.graph.pieces import normalize
 from autovaruna.graph.precision import compiling_nothing, without_autocast
 from autovaruna.graph.random import OwnGenerators, RandomStream, python_generators
 from autovaruna.graph.rounding import distance
@@ -29,8 +37,6 @@ from autovaruna.graph.traced import OutputKind
 
 _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "dropout_p": 0.0}
 """Arguments of operations that draw numbers or have statistics of a batch, with which they do neither."""
-_TRAINING, _STATISTICS = 5, slice(3, 5)
-"""Places among the arguments of ``aten.batch_norm``."""
 _VARIED = 0.25
 """How much larger a number of samples is for the first part than for the whole, where it comes from another stage."""
 _MOST_NUMBERS = 1 << 17
@@ -43,6 +49,9 @@ class Source:
 
     name: str
     is_weight: bool
+
+    def __str__(self) -> str:
+        return f"the gradient of {self.name}"
 
 
 @dataclass(eq=False)
@@ -350,12 +359,12 @@ def _settled_value(node: fx.Node, args: Any, kwargs: Any, known: dict[Any, Any])
     """Runs a node without chance, and with the statistics of the whole batch, which it adds to what is `known`."""
     target: Any = node.target
     run = partial(normalize, target) if target in NORMS else target  # as a stage does
-    if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
+    if target is torch.ops.aten.batch_norm.default and args[BY_SAMPLES]:
         held = next((each for each in (args[3], args[1]) if each is not None), args[0])
         by_channel = args[0].detach().to(torch.promote_types(args[0].dtype, torch.float32)).transpose(0, 1).flatten(1)
         statistics = [each.to(held.dtype) for each in (by_channel.mean(1), by_channel.var(1, correction=0))]
         statistics = known.setdefault(node, statistics)
-        return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
+        return run(*args[: STATISTICS.start], *statistics, False, *args[BY_SAMPLES + 1 :])
     names = [argument.name for argument in schema_of(target).arguments]
     args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
     return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})

@@ -13,6 +13,7 @@ from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.operators import is_differentiable, is_of_batch, reached
 from autovaruna.graph.pieces import ArgumentSource, nodes_of
 from autovaruna.graph.random import RandomStream
+from autovaruna.graph.rounding import distance
 from autovaruna.graph.traced import TracedModel, joined
 from autovaruna.stage.module import StageModule
 
@@ -265,3 +266,19 @@ def _written_states(traced: TracedModel, following: Collection[str]) -> dict[fx.
         if isinstance(state, fx.Node) and isinstance(source, fx.Node) and str(state.target) in following:
             found[source] = str(state.target)
     return found
+
+
+def by_rows(
+    parts: Sequence[Tensor],
+    whole: Tensor,
+    dimension: int,
+    sizes: Sequence[int],
+    outers: Sequence[int] = (),
+    least: float = 0.0,
+) -> float:
+    """Returns how far the rows of parts are from those of the whole, if samples come so often, or however often."""
+    rows = whole.shape[dimension] // sum(sizes)
+    if [each.shape[dimension] for each in parts] != [rows * size for size in sizes]:
+        return torch.inf
+    outers = outers or [outer for outer in range(1, rows + 1) if rows % outer == 0]
+    return min((distance(joined(parts, dimension, outer), whole, least) for outer in outers), default=0.0)

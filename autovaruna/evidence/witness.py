@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import pytree
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.refusal import fits, refusal
-from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, added, alike, averaged, far, settled
-from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UnknownOrderError, UntriedError
+from autovaruna.evidence.sample_runs import SampleRun, SampleRuns, Source, added, alike, averaged, far, settled
+from autovaruna.evidence.stage_rows import Observed, StageRows, Terms, UnknownOrderError, UntriedError, by_rows
 from autovaruna.graph.evaluate import NodeError
 from autovaruna.graph.operators import is_differentiable, reached, run_opaque
 from autovaruna.graph.rounding import BY_ROUNDING, SEEDS, SMALL, Rounded, clear_tolerance, distance, small_share
 from autovaruna.graph.source_lines import first_line, origin
-from autovaruna.graph.traced import OutputKind, TracedModel, joined
+from autovaruna.graph.traced import OutputKind, TracedModel
 from autovaruna.stage.module import StageModule
 
 MOST_SAMPLES, MOST_COUNTED = 6, 16
@@ -161,7 +161,7 @@ class _ComparedSamples:
         whole = self._runs.whole()
         if not all(each.isfinite().all() for each in whole.gradients.values()):
             return None  # the step says so itself
-        found: list[dict[str, float]] = []
+        found: list[dict[str | Source, float]] = []
         for scaled in self._ways_to_scale():
             self._runs.scaled = scaled
             found.append(self._distances(whole, self._runs.parts(self._cut, whole)))
@@ -219,23 +219,16 @@ class _ComparedSamples:
         return (added if self._terms.is_sum else averaged)(name, whole, runs)
 
     def _by_rows(self, name: str, parts: Sequence[Tensor], whole: Tensor, least: float = 0.0) -> float:
-        dimension = self._of.dimension(name)
-        assert dimension is not None
         if len(parts) == 1:
             return distance(parts[0], whole, least)
-        per_sample = whole.shape[dimension] // self._size
-        spec = self._of.specs.get(name)
-        outers = [outer for outer in range(1, per_sample + 1) if per_sample % outer == 0]
-        if spec is not None:
-            outers = [self._traced.outer(spec, self._terms.lengths)]
-        sizes = [each.shape[dimension] / len(part) for each, part in zip(parts, self._cut, strict=True)]
-        if whole.shape[dimension] / self._size != sizes[0] or sizes[0] != sizes[1]:
-            return torch.inf
-        return min(distance(joined(parts, dimension, outer), whole, least) for outer in outers)
+        dimension, spec = self._of.dimension(name), self._of.specs.get(name)
+        assert dimension is not None
+        outers = [] if spec is None else [self._traced.outer(spec, self._terms.lengths)]
+        return by_rows(parts, whole, dimension, [len(part) for part in self._cut], outers, least)
 
-    def _distances(self, whole: SampleRun, runs: Sequence[SampleRun]) -> dict[str, float]:
-        """Returns how far what parts give is from what the whole gives, by what it is."""
-        off = {self._path(name): self._joined(name, whole, runs) for name in whole.returned}
+    def _distances(self, whole: SampleRun, runs: Sequence[SampleRun]) -> dict[str | Source, float]:
+        """Returns how far what parts give is from what the whole gives, by what it is, or of what the gradient."""
+        off: dict[str | Source, float] = {self._path(name): self._joined(name, whole, runs) for name in whole.returned}
         for (drawn, name), value in whole.chances.items():
             off[f"what {drawn} draws by"] = self._by_rows(name, [run.chances[drawn, name] for run in runs], value)
         for name, state in whole.state.items():
@@ -249,16 +242,14 @@ class _ComparedSamples:
             if is_rows and any(each is None for each in found):
                 continue
             one, *others = (torch.zeros_like(some) if each is None else each for each in found)
-            off[f"the gradient of {key.name}"] = (
-                self._by_rows(key.name, others, one, least) if is_rows else far(sum(others), one, least)
-            )
+            off[key] = self._by_rows(key.name, others, one, least) if is_rows else far(sum(others), one, least)
         return off
 
     def _path(self, name: str) -> str:
         spec = self._of.specs.get(name)
         return name if spec is None else spec.path
 
-    def _explained(self, wrong: Mapping[str, float]) -> AutoVarunaError | None:
+    def _explained(self, wrong: Mapping[str | Source, float]) -> AutoVarunaError | None:
         """Says where parts begin to give something else than the whole does; None: a choice fell by rounding."""
         whole = self._runs.whole(records=True)
         runs = [whole, *self._runs.parts(self._cut, whole, records=True)]
@@ -282,7 +273,7 @@ class _ComparedSamples:
             if not join(node, [run.of_values.get(node) for run in runs], is_gradient=True)
         ]
         if not back:
-            back = [node for node, name in self._of.state.items() if f"the gradient of {name}" in wrong]
+            back = [node for node, name in self._of.state.items() if Source(name, True) in wrong]
         kind = None if self._terms.is_free else "sum" if self._terms.is_sum else "mean"
         return refusal(self._traced, self._model, self._size, wrong, (bad, back, ends), kind)
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
-from autovaruna._torch import FakeTensorMode, OpOverload, pytree, schema_of, storage_of, version_of
+from autovaruna._torch import FakeTensorMode, OpOverload, pytree, schema_of, storage_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.evaluate import NodeError, call, evaluate
@@ -26,7 +26,7 @@ from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.module_state import example_inputs, fake_like, without_cudnn
-from autovaruna.graph.operators import Counting, changed_statistics, is_random
+from autovaruna.graph.operators import changed_by, is_random
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.source_lines import origin
 
@@ -134,21 +134,18 @@ class _FactsPass:
     def run(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a node, and learns what is known of it."""
         inputs = [leaf for arg in node.all_input_nodes for leaf in tensors_in(self.facts[arg.name].value)]
-        versions = [version_of(tensor) for tensor in inputs]
         is_counted = node.op == "call_function" and not _is_view(node.target)
         if is_counted:
-            with self._counter, Counting():
+            with self._counter:
                 value = call(node, args, kwargs)
         else:
             value = call(node, args, kwargs) if node.op == "call_function" else self._given.get(node, args)
-        written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if version_of(t) != version}
-        statistics = {storage_of(self.facts[each.name].value) for each in changed_statistics(node)}
         outputs = tensors_in(value)
         self.facts[node.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in outputs),
             reads=frozenset(map(storage_of, inputs)),
-            writes=frozenset(written | statistics),
+            writes=frozenset(map(storage_of, tensors_in(changed_by(node.target, args, kwargs)))),
             makes=frozenset(map(storage_of, outputs)),
             is_random=is_random(node),
             num_flops=_plain(self._counter.get_total_flops()) if is_counted else 0.0,

@@ -1,12 +1,11 @@
 """Says what a value may have to do with the batch, and lists what torch's operators do with samples: one row for each.
 
-The rest of the room asks this table alone. An operator that is not in it is tried out on drawn numbers (`drawn.py`).
-Which tensors an operator takes and changes, its schema says, or counting their versions.
+The rest of the room asks this table alone. What an operator that is not in it makes of several samples is no mean.
+Which tensors an operator takes and changes, its schema says.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, auto
@@ -16,14 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 from autovaruna._torch import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
 Node = TypeVar("Node", bound=Hashable)
 MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
-_NORMALISES = (3, 4, 5)
+NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+STATISTICS, BY_SAMPLES = slice(3, 5), 5
+"""Places among their arguments: of running statistics, and of whether they go by their samples and change these."""
 WITH_TENSORS: Mapping[Any, Any] = {
     **{each.Scalar: each.Tensor for each in (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.sub, aten.rsub)},
     **dict.fromkeys((aten.pow.Tensor_Scalar, aten.pow.Scalar), aten.pow.Tensor_Tensor),
@@ -158,7 +158,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
+    """Returns those arguments of a call, of a list each, that its operation changes: as a rule its schema says so."""
+    if operation is run_opaque:  # buffers; whether it has changed them nobody knows
+        return list(args[3][args[0].num_parameters :])
+    if operation in NORMS:
+        return [*args[STATISTICS]] if args[BY_SAMPLES] else []
     if not isinstance(operation, OpOverload) or not schema_of(operation).is_mutable:
         return []
     known = schema_of(operation).arguments
@@ -175,20 +179,6 @@ def give(node: fx.Node, **changed: Any) -> None:
     given = arguments(node) | changed
     node.args = tuple(given.pop(argument.name) for argument in schema_of(target).arguments if not argument.kwarg_only)
     node.kwargs = given
-
-
-class Counting(TorchFunctionMode):
-    """Counts changes by operations that leave it to what runs them: lists of tensors, and operations of libraries.
-
-    A tensor's version rises with each change, but on fake tensors such operations run nothing.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for each in changed_by(function, args, kwargs or {}):
-            if isinstance(each, Tensor):
-                torch.autograd.graph.increment_version(each)
-        return result
 
 
 class Linearity(Enum):
@@ -239,11 +229,8 @@ class Operator:
         merge: how its results for several mini-batches become that for all.
         along: the dimensions along which its result for one place depends on other places.
         counts_along: those along which it does if the result is integers or masks.
-        factors: of one with two factors: places of the first, place of the second, whether that is no divisor.
         not_read: the argument whose numbers do not count: what labels weigh in all, or where bags begin.
         picks_by: the argument whose elements other than zero say what it picks.
-        statistics: places of two running statistics, and of whether it changes them.
-        drops: places of a probability to drop numbers, and of whether it does so at all.
     """
 
     linearity: Linearity = Linearity.UNKNOWN
@@ -251,11 +238,8 @@ class Operator:
     merge: Merge | None = None
     along: Lengths | None = None
     counts_along: Lengths | None = None
-    factors: tuple[tuple[int, ...], int, bool] | None = None
     not_read: int | None = None
     picks_by: int | None = None
-    statistics: tuple[int, int, int] | None = None
-    drops: tuple[int, int | None] | None = None
 
 
 def _shape(argument: Any) -> tuple[Any, ...]:
@@ -271,25 +255,8 @@ def _by_dimension(node: fx.Node) -> Iterable[Any]:
     return [shape[place] for place in places if shape]
 
 
-def _first(node: fx.Node) -> Iterable[Any]:
-    return _shape(node.args[0])[:1]
-
-
 def _all(node: fx.Node) -> Iterable[Any]:
     return [length for source in node.all_input_nodes for length in _shape(source)]
-
-
-def _windows(node: fx.Node) -> Iterable[Any]:
-    """Returns the last dimensions, over which a window moves: as many as the operator's name says."""
-    found = re.search(r"(\d)d", name_of(node))
-    assert found is not None
-    return _shape(node.args[0])[-int(found[1]) :]
-
-
-def _convolved(node: fx.Node) -> Iterable[Any]:
-    kernel = _shape(node.args[1])[2:]
-    lengths = _shape(node.args[0])[-len(kernel) :]
-    return [length for length, size in zip(lengths, kernel, strict=True) if size > 1]
 
 
 def _steps(node: fx.Node) -> Iterable[Any]:
@@ -298,14 +265,7 @@ def _steps(node: fx.Node) -> Iterable[Any]:
     return shape[1:2] if is_second else shape[:1]
 
 
-def _others(node: fx.Node) -> Iterable[Any]:
-    """Returns the dimensions over which the norm of each slice is taken."""
-    shape = list(_shape(node.args[0]))
-    del shape[arguments(node)["dim"]]
-    return shape
-
-
-_LINEAR, _VIEW, _BREAK, _UNKNOWN = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK, Linearity.UNKNOWN
+_LINEAR, _VIEW, _BREAK = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK
 _LABELS = Operator(traits=Trait.AVERAGES_LABELS)
 _TABLE: tuple[tuple[str, Operator], ...] = (
     # element by element
@@ -314,9 +274,6 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
         Operator(_LINEAR),
     ),
     ("real imag view_as_real view_as_complex", Operator(_LINEAR)),
-    ("lerp", Operator(_LINEAR, factors=((0, 1), 2, True))),
-    ("addcmul", Operator(_LINEAR, factors=((1,), 2, True))),
-    ("addcdiv", Operator(_LINEAR, factors=((1,), 2, False))),
     ("to _to_copy clone detach detach_ lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
     ("to.other", Operator(_LINEAR, Trait.SAME_NUMBER | Trait.AS_ANOTHER)),
     ("mul mul_", Operator(Linearity.MULTIPLY)),
@@ -354,16 +311,14 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("norm linalg_vector_norm linalg_norm dist std var std_mean var_mean logsumexp prod trapezoid", Operator(_BREAK)),
     ("median nanmedian nanmean quantile mode linalg_det logdet linalg_slogdet", Operator(_BREAK)),
     # sums of products
-    ("mv dot vdot inner baddbmm einsum tensordot", Operator(Linearity.PRODUCT, Trait.ADDS_UP)),
+    ("mv dot vdot inner linalg_vecdot baddbmm einsum tensordot", Operator(Linearity.PRODUCT, Trait.ADDS_UP)),
     ("linear matmul mm bmm addmm", Operator(Linearity.PRODUCT, Trait.ADDS_UP | Trait.LAYER)),
     # along a dimension
     ("softmax log_softmax _softmax _log_softmax", Operator(_BREAK, along=_by_dimension)),
     ("kthvalue", Operator(_BREAK, counts_along=_by_dimension)),
     ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES, along=_by_dimension)),
     ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
-    ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
     ("flip roll", Operator(_LINEAR, along=_by_dimension)),
-    ("flipud", Operator(along=_first)),
     ("cumprod cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
     ("diff", Operator(counts_along=_by_dimension)),
     ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
@@ -386,14 +341,9 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("nonzero", Operator(traits=Trait.FINDS_PLACES, picks_by=0)),
     ("is_nonzero nonzero_* searchsorted bucketize _logcumsumexp", Operator(traits=Trait.FINDS_PLACES)),
     # layers and losses
-    ("*pool?d* *upsample_*?d*", Operator(along=_windows)),
-    ("conv?d conv_transpose?d", Operator(along=_convolved)),
     ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Operator(along=_steps)),
-    ("renorm renorm_", Operator(along=_others)),
-    ("batch_norm", Operator(statistics=_NORMALISES)),
-    ("instance_norm", Operator(along=lambda node: _shape(node.args[0])[2:], statistics=_NORMALISES)),
-    ("scaled_dot_product_attention", Operator(along=lambda node: _shape(node.args[1])[-2:-1], drops=(4, None))),
-    ("dropout", Operator(drops=(1, 2))),
+    ("instance_norm", Operator(along=lambda node: _shape(node.args[0])[2:])),
+    ("scaled_dot_product_attention", Operator(along=lambda node: _shape(node.args[1])[-2:-1])),
     ("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d", _LABELS),
     ("nll_loss_backward nll_loss2d_backward", Operator(not_read=-1)),
 )
@@ -432,7 +382,7 @@ def has(node: fx.Node, trait: Trait) -> bool:
 
 
 def is_listed(node: fx.Node) -> bool:
-    """Whether it is known how an operator makes one number of several samples; others are tried out."""
+    """Whether it is known how an operator makes one number of several samples."""
     row = operator_of(node)
     is_known = row.linearity in (Linearity.LINEAR, Linearity.PRODUCT) or Trait.ADDS_UP in row.traits
     return is_known or arguments(node).get("reduction") in (MEAN, SUM)
@@ -443,13 +393,6 @@ def adds_up(node: fx.Node) -> bool:
     return has(node, Trait.ADDS_UP) or arguments(node).get("reduction") == SUM
 
 
-def changed_statistics(node: fx.Node) -> list[fx.Node]:
-    """Returns the running statistics that a node changes; no schema says so."""
-    places = operator_of(node).statistics
-    buffers = [node.args[place] for place in places[:2]] if places is not None and node.args[places[2]] else []
-    return [each for each in buffers if isinstance(each, fx.Node)]
-
-
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, or may; a dropout that is off draws none."""
     target: Any = node.target
@@ -457,11 +400,8 @@ def is_random(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if (places := operator_of(node).drops) is None:
-        return True
-    probability, training = places
-    rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
-    return bool(rate != 0.0) and (training is None or node.args[training] is not False)
+    given = arguments(node)
+    return not any(given.get(name) == 0 for name in ("p", "dropout", "dropout_p", "train", "training"))
 
 
 def is_differentiable(tensor: Tensor) -> bool:

@@ -20,14 +20,13 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload, kernel_of, root_of
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule
-from autovaruna.graph.operators import is_of_batch, reached, run_opaque
+from autovaruna.graph.operators import NORMS, is_of_batch, reached, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
 from autovaruna.graph.source_lines import GENERATED
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten
-NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 _numbers = count()

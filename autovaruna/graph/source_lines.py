@@ -26,6 +26,11 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_HIDDEN)
 
 
+def is_of_script(filename: str) -> bool:
+    """Whether a file is a user's and in no installed package: the line that calls a function of one says more."""
+    return is_users(filename) and {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts)
+
+
 def users_line() -> str:
     """Returns `` at file:line (code)`` of the innermost line of a user's file that runs now; empty: there is none."""
     frame: FrameType | None = sys._getframe(1)

@@ -153,7 +153,6 @@ def of_the_best(self: nn.Module, x: Tensor) -> Tensor:
 MIXING: dict[str, Callable[..., Tensor]] = {
     "attention whose first dimension is time": lambda self, x: self.attention(x),
     "softmax": lambda self, x: self.first(x).softmax(0),
-    "norm of each channel over all samples": lambda self, x: torch.renorm(self.first(x), 2, 2, 0.5),
     "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
     "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
     "against the first": lambda self, x: self.last(x) - x[0],
@@ -176,6 +175,17 @@ def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):
         traced(model(function), SEQUENCES)
     trace(model(function), call_of(model(function), SEQUENCES), CPU, TraceOptions(is_dynamic=False, micro_batch_size=3))
+
+
+def centred(h: Tensor) -> Tensor:
+    middle = h.mean(0)
+    return h - middle
+
+
+def test_a_line_is_that_of_the_function_it_is_in() -> None:
+    """Once it was the line in forward that calls the function."""
+    with pytest.raises(TraceError, match=r"meets each sample in sub at .*test_checks\.py:\d+ \(return h - middle\)"):
+        traced(model(lambda self, x: self.last(centred(self.first(x)))), SEQUENCES)
 
 
 def auxiliary(self: nn.Module, x: Tensor) -> Tensor:

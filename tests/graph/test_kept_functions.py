@@ -1,4 +1,4 @@
-"""Functions that are kept whole are tried out: they go on, are averaged or added up, or are refused.
+"""Functions that are kept whole go on, are averaged or added up, or are refused.
 
 They are autograd functions, those of ``torch.jit.script``, and those that a script marks with `keep_whole`.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVarunaError, InputError, TraceError, keep_whole
+from autovaruna import AutoVaruna, AutoVarunaError, InputError, TraceError, keep_whole
 from autovaruna.graph.trace import trace
 from tests.catalogue import DEVICE
 from tests.catalogue.case import Case
@@ -23,10 +23,11 @@ from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written
 from tests.graph.models import call_of
 from tests.products import some
 from tests.reference import bit_equal
-from tests.session.training import pipeline, refuse, train, train_as_plain
+from tests.session.training import QUIET, Setup, pipeline, refuse, train, train_as_plain
 
 SIZE = 7
 X = {"x": labelled(SIZE, 0)[1]["x"]}
+TWO: dict[str, Any] = {"plan": Setup(num_micro_batches=2).plan, "num_micro_batches": 2, **QUIET}
 
 
 class Half(torch.autograd.Function):
@@ -182,18 +183,18 @@ AS_PLAIN: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", some([*AS_PLAIN], 4))
 def test_a_function_trains_as_in_plain_pytorch(name: str) -> None:
-    """One that reduces the samples is known as a mean or a sum; each has its own backward by any name."""
+    """One that reduces the samples to a sum says so by its name; each has its own backward by any name."""
     train_as_plain(case_of(name, AS_PLAIN[name]), pipeline(2), SIZE, SIZE)
     assert "forward" not in vars(Turned), "the names of functions are those of the script again"
 
 
 MIXES, GRADIENT = "mixes the samples", "the gradient that goes back through module is another.*the gradient of "
-DEPENDS = MIXES + ".*{}, which is kept whole, returns for a sample, or its gradient, dep"
+TOGETHER = MIXES + ".* is another for . samples together than for parts of them, at .*test_kept_functions.*"
 REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
     "sum": (lambda m, h, y: Half.apply(m.last(h), y, "sum"), InputError, "a sum over the samples"),
     "root": (lambda m, h, y: Root.apply(m.last(h)), InputError, "no mean over its samples"),
-    "scripted, mixing": (classify(lambda m, h: m.last(normed(h))), TraceError, DEPENDS.format("normed")),
-    "marked, mixing": (classify(lambda m, h: m.last(CENTRE(h))), TraceError, DEPENDS.format("lambda>")),
+    "scripted, mixing": (classify(lambda m, h: m.last(normed(h))), TraceError, TOGETHER + "normed"),
+    "marked, mixing": (classify(lambda m, h: m.last(CENTRE(h))), TraceError, TOGETHER + "CENTRE"),
     "centred": (classify(lambda m, h: m.last(Centred.apply(h))), TraceError, GRADIENT + r"first\.weight"),
     "limited weight": (
         classify(lambda m, h: F.linear(h, Clamped.apply(m.last.weight))),
@@ -214,6 +215,13 @@ def test_another_needs_the_whole_batch_in_one(name: str) -> None:
     refuse(case_of(name, loss), words, error=error)
     train_as_plain(case_of(name, loss), pipeline(2, num_micro_batches=1), SIZE, SIZE)
     assert "cov" not in vars(torch.Tensor)
+
+
+def test_a_number_that_a_function_makes_and_nothing_trains_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    largest = keep_whole(lambda h: h.max().item() * torch.ones(()))
+    model = AutoVaruna(Model(lambda m, h, y: {"loss": m.last(h).mean(), "most": largest(h.detach())}), **TWO)
+    model(**labelled(SIZE, 0)[1])
+    assert "output['most'] may be no mean over the samples (" in caplog.text
 
 
 def test_a_scripted_function_without_branches_is_traced() -> None:

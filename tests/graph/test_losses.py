@@ -79,6 +79,7 @@ NO_MEANS: dict[str, Loss] = {
     "weight by a mean": lambda m, s, y: torch.lerp(F.cross_entropy(s, y), s.square().mean(), s.mean().sigmoid()),
     "product": lambda m, s, y: torch.addcmul(F.cross_entropy(s, y), s.square().mean(), s.abs().mean(), value=0.5),
     "quotient": lambda m, s, y: torch.addcdiv(F.cross_entropy(s, y), m.weight, s.abs().mean()),
+    "with its variance": lambda m, s, y: F.cross_entropy(s, y) + torch.var_mean(s, 0)[1].mean(),
     "switch": lambda m, s, y: torch.where((loss := F.cross_entropy(s, y)) > 1.7, loss, 0.5 * loss),
     "share of right ones": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / ((s.argmax(1) == y).sum() + 1),
     "unbiased": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / (y.shape[0] - 1),
@@ -157,15 +158,15 @@ def by_sample(m: Any, s: Tensor, y: Tensor) -> Tensor:
 
 
 def unlisted(m: Any, s: Tensor, y: Tensor) -> Tensor:
-    """Adds samples up, and averages them, with operations that have other names."""
+    """Adds samples up with operations that have other names."""
     products = torch.tensordot(s, s, dims=([0, 1], [0, 1])) + torch.linalg.vecdot(s, s, dim=0).sum()
-    return products / s.shape[0] + torch.var_mean(s, 0)[1].sum()
+    return products / s.shape[0]
 
 
 def guarded(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Leaves out what is not finite, weighs by what is the same for all, and labels by what the model says."""
     first, second = F.cross_entropy(s, s.detach().argmax(1)), s.square().mean()
-    loss = torch.lerp(torch.addcmul(first, second, m.weight), second, 0.3)
+    loss = first + 0.3 * second * m.weight
     return torch.where(loss.isfinite().all(), loss, torch.zeros_like(loss))
 
 

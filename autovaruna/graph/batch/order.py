@@ -7,7 +7,7 @@ others leave rows where they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.drawn import ALL, SIZES, computed, places, run
 from autovaruna.graph.batch.interpret import BatchAnalysis, read
+from autovaruna.graph.evaluate import call, evaluate
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
 from autovaruna.graph.operators import Dependence, Trait, arguments, has, is_random, name_of, reached
+from autovaruna.graph.precision import without_autocast
 
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"})
+_PARTS = (3, 2)
+ALL = sum(_PARTS)
+_SIZES = (ALL, *_PARTS)
 _BY_SAMPLE = torch.arange(ALL)
-_MOST_ELEMENTS = 1 << 26
 
 
 class _TornError(Exception):
@@ -53,12 +56,7 @@ class SampleOrders:
     def of(self, node: fx.Node) -> Tensor | None:
         """Returns the number of the sample of each row, for a batch of `ALL`; None: it is not known."""
         num_rows = self._num_rows(node)
-        if num_rows == 1:
-            return _BY_SAMPLE
-        if num_rows and node not in self._rows:  # it follows from sizes alone, which may fit several orders
-            turns = (_in_turns(num_rows, outer) for outer in range(1, num_rows + 1) if num_rows % outer == 0)
-            self._rows[node] = next((rows for rows in turns if self._is_alike(node, rows)), None)
-        return self._rows.get(node) if num_rows else None
+        return _BY_SAMPLE if num_rows == 1 else self._rows.get(node) if num_rows else None
 
     def outer(self, node: fx.Node) -> Any:
         """Returns how often all samples come one after the other, as a number or by lengths; None: unknown."""
@@ -71,26 +69,6 @@ class SampleOrders:
             return outer
         length = sympy.cancel(free_value(node).shape[self._grown(node)[0][1]].node.expr / self._sizes.symbol)
         return length if outer == num_rows else None if length.free_symbols else outer
-
-    def _is_alike(self, node: fx.Node, rows: Tensor) -> bool:
-        value = node.meta["val"]
-        if self._sizes.depends_on_data(node) or math.prod(self._sizes.shape(value, ALL)) > _MOST_ELEMENTS:
-            return True
-
-        def is_drawn(each: fx.Node) -> bool:
-            is_sized = each.op == "call_function" and self.values[each].dependence is Dependence.NONE
-            return not is_sized or is_random(each) or "empty" in name_of(each)
-
-        made_of = reached([node], lambda each: () if is_drawn(each) else _tensors_of(each))
-        orders = {each: rows if self._num_rows(each) == self._num_rows(node) else None for each in made_of}
-        leaves = {each: order for each, order in orders.items() if is_drawn(each)}
-        try:
-            whole, *parts = computed(node, leaves, self._sizes)
-        except Exception:  # they may have to be other numbers
-            return True
-        dimension = self._sizes.batch_dimension(value) or 0
-        cut = (whole.index_select(dimension, places(rows, part)) for part in (1, 2))
-        return all(map(torch.equal, cut, parts))
 
     def _num_rows(self, node: fx.Node) -> int | None:
         """Returns how many rows each sample has; 0: there are no samples, None: not as many as others, or data say."""
@@ -138,10 +116,10 @@ class SampleOrders:
         if (rows := self.of(source)) is None or any(map(self._sizes.depends_on_data, (node, source))):
             return None
         found = []
-        for part, num in enumerate(SIZES):
+        for part, num in enumerate(_SIZES):
             (before, length, after), (new, _, inner) = (self._lengths(each, num) for each in (source, node))
             step = max(math.gcd(after, inner), 1)
-            numbers = rows[places(rows, part)].view(1, -1, 1).expand(before, length, after // step)
+            numbers = rows[_places(rows, part)].view(1, -1, 1).expand(before, length, after // step)
             found.append(self._labels(node, numbers.reshape(new, -1, inner // step), 1))
         return self._agreeing(node, found)
 
@@ -158,7 +136,7 @@ class SampleOrders:
         if is_open or not isinstance(made.target, OpOverload) or is_random(made):
             return None
         found = []
-        for part, num in enumerate(SIZES):
+        for part, num in enumerate(_SIZES):
             try:
                 result = run(node, num, self._sizes, {each: self._numbers(each, part) for each in given})
             except Exception:  # it takes other numbers
@@ -169,11 +147,11 @@ class SampleOrders:
     def _numbers(self, node: fx.Node, part: int) -> Tensor:
         """Returns a tensor that has in each row the number of its sample."""
         value, rows = node.meta["val"], self.of(node)
-        shape = self._sizes.shape(value, SIZES[part])
+        shape = self._sizes.shape(value, _SIZES[part])
         if rows is None:
             return torch.full(shape, -1, dtype=torch.int8)
         dimension = self._grown(node)[0][1]
-        numbers = rows[places(rows, part)].to(torch.int8)
+        numbers = rows[_places(rows, part)].to(torch.int8)
         return numbers.view(-1, *[1] * (len(shape) - dimension - 1)).expand(shape)
 
     def _labels(self, node: fx.Node, numbers: Tensor, dimension: int) -> Tensor | None:
@@ -191,7 +169,7 @@ class SampleOrders:
         if len(known) < len(found):
             return None
         whole = known[0]
-        is_alike = all(torch.equal(whole[places(whole, part)], each) for part, each in enumerate(known))
+        is_alike = all(torch.equal(whole[_places(whole, part)], each) for part, each in enumerate(known))
         if not is_alike or (len(whole) == ALL and not torch.equal(whole, _BY_SAMPLE)):
             raise _TornError(_torn(node))
         return whole
@@ -229,10 +207,10 @@ class SampleOrders:
             return None
         given = [(each, each.meta["val"]) for each in made_of if is_given(each)]
         found = []
-        for part, num in enumerate(SIZES):
+        for part, num in enumerate(_SIZES):
             ones = {each: torch.ones(self._sizes.shape(value, num), dtype=value.dtype) for each, value in given}
             try:
-                picked = rows[places(rows, part)][run(index, num, self._sizes, ones)]
+                picked = rows[_places(rows, part)][run(index, num, self._sizes, ones)]
             except Exception:  # they may have to be other numbers
                 return None
             found.append(self._labels(node, picked, dimension))
@@ -260,3 +238,26 @@ def _picking(node: fx.Node, sizes: Sizes) -> list[fx.Node]:
     pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given.get("dim", 0), indices)]
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     return [index for dim, index in pairs if isinstance(index, fx.Node) and sizes.grows(shape[dim])]
+
+
+def _places(rows: Tensor, part: int) -> Tensor:
+    """Returns the places of rows of the batch (0) or of one of its parts (1 and 2), by the sample of each row."""
+    return ((rows >= _PARTS[0]) == (part == 2)).nonzero().flatten() if part else torch.arange(len(rows))
+
+
+def run(node: fx.Node, num_samples: int, sizes: Sizes, known: Mapping[fx.Node, Any]) -> Tensor:
+    """Computes what a node gives for a batch of some size; `known` has what is drawn."""
+
+    def is_run(each: fx.Node) -> bool:
+        return each not in known and isinstance(each.meta.get("val"), Tensor | list | tuple)
+
+    def value_of(each: fx.Node) -> Any:
+        return known[each] if each in known else sizes.number(each.meta.get("val"), num_samples)
+
+    def run_here(each: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with without_autocast():
+            return call(each, args, {name: "cpu" if name == "device" else given for name, given in kwargs.items()})
+
+    made_of = reached([node], lambda each: each.all_input_nodes if is_run(each) else ())
+    found: Tensor = evaluate(sorted(filter(is_run, made_of)), value_of, [node], run_here)[node]
+    return found

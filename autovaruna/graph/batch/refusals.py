@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_long, read
 from autovaruna.graph.batch.order import SampleOrders
+from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.export.errors import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
-from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import (
+    BY_SAMPLES,
     KEEPING,
     MEAN,
     Dependence,
@@ -45,7 +45,6 @@ from autovaruna.graph.source_lines import modules_of, origin
 from autovaruna.graph.traced import OutputKind, TracedModel
 
 logger = logging.getLogger(__name__)
-_TRAINING = 5  # place of the argument of ``aten.batch_norm`` that says whether it computes statistics
 
 
 def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: SampleOrders) -> list[fx.Node]:
@@ -58,10 +57,8 @@ def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: SampleOrders) -> 
     meetings = _Meetings(graph, orders)
     for node in graph.module.graph.nodes:
         if words := meetings.words(node):
-            kept = opaque_module_of(node.args[0]) if node.target is getitem else None
-            name, place = type(model).__qualname__, origin(node) or (kept and kept.line) or node.name
-            helps = advice(model, graph.call, modules_of(node))
-            raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
+            name, helps = type(model).__qualname__, advice(model, graph.call, modules_of(node))
+            raise TraceError(f"{name} mixes the samples of a batch: {words} at {_place(node)}. {helps}")
     return [node for node in graph.module.graph.nodes if meetings.joins_counts(node)]
 
 
@@ -85,7 +82,7 @@ class _Meetings:
         ):
             return self._orders.torn[node]
         if not isinstance(node.target, OpOverload):
-            return self._inside(node)
+            return ""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and sum(map(self._sizes.grows, value.shape)) > 1:  # samples meet each other in it
             return f"the value {node.name} has the shape {tuple(value.shape)}"
@@ -124,9 +121,7 @@ class _Meetings:
         return ""
 
     def _by_count(self, node: fx.Node) -> str:
-        """Finds backwards of means in forward, and gradients divided by how often an index is there."""
-        if name_of(node).endswith("_backward") and arguments(node).get("reduction") == MEAN:
-            return f"the gradient of a mean over the samples, for each of them (use a sum), is {node.name}"
+        """Finds gradients that are divided by how often an index is there."""
         if not arguments(node).get("scale_grad_by_freq") or not self._facts[node.name].needs_gradient:
             return ""
         return f"scale_grad_by_freq has gradients go by how often an index is in the batch, in {node.name}"
@@ -137,17 +132,6 @@ class _Meetings:
             if any(map(self._sizes.is_part, tensor.shape)):
                 return f"{node.name}, of the shape {tuple(tensor.shape)}, leaves samples out or adds some"
         return ""
-
-    def _inside(self, node: fx.Node) -> str:
-        """Finds modules and functions that are kept whole, and make something else of the parts of a batch."""
-        if node.target is not getitem or reduction_of(node) is not ReductionKind.OTHER:
-            return ""
-        kept = opaque_module_of(node.args[0])  # type: ignore[arg-type]
-        assert kept is not None
-        what = f"what {kept.path}, which is kept whole, returns"
-        if self._dependence(node) is Dependence.NONE:
-            return f"the gradient of {what} for the whole batch is no sum of those for its samples"
-        return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
 
 
 def _tensors_of(node: fx.Node) -> list[Tensor]:
@@ -192,11 +176,12 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
                 "model. For the load balance of a mixture of experts pass batch_statistics='micro-batch', which takes "
                 "such a loss of each micro-batch and averages it, as its trainers do."
             )
-        if found is not None:
+        kept = None if spec.needs_gradient else means.kept_in(node)  # else the first step tells
+        if (told := found or kept) is not None:
             logger.warning(
-                "%s is no mean over the samples (%s): got the mean of what micro-batches give. Compute it outside of "
+                "%s %s no mean over the samples (%s): got the mean of what micro-batches give. Compute it outside of "
                 "the model to have that of the whole batch.",
-                *(spec.path, _place(found)),
+                *(spec.path, "may be" if found is None else "is", _place(told)),
             )
     for spec in specs:
         node = traced.nodes[spec.node]
@@ -271,9 +256,17 @@ class _LossTail:
         joint = reached([loss], lambda node: node.all_input_nodes if is_made(node) else ())
         return min((node for node in joint if is_made(node) and self._breaks(node)), default=None)
 
+    def kept_in(self, number: fx.Node) -> fx.Node | None:
+        """Returns what a kept module has made of several samples, of which a number is made; None: there is none."""
+        made_of = reached([number], lambda node: filter(self._is_joint, node.all_input_nodes))
+        made: list[Any] = [node for node in made_of if node.target is getitem]
+        return next((node for node in made if opaque_module_of(node.args[0]) is not None), None)
+
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
-            return self._is_unknown(node) or join_tried(node, self._sizes) is ReductionKind.OTHER
+            made: Any = node.args[0]
+            is_kept = opaque_module_of(made) is not None
+            return any(map(self._is_joint, made.all_input_nodes)) if is_kept else self._breaks(made)
         if not isinstance(node.target, OpOverload):
             return False
         row = operator_of(node)
@@ -284,26 +277,11 @@ class _LossTail:
             return sum(joint) > 1 or (any(joint) and node.args[0] is node.args[1])
         if row.linearity is Linearity.DIVIDE:
             return sum(joint) > 1 or self._is_joint(node.args[1])
-        if row.factors is not None:
-            first, second, is_linear = row.factors
-            has_first = any(self._is_joint(node.args[place]) for place in first)
-            return self._is_joint(node.args[second]) and (has_first or not is_linear)
         if any(joint):
             return row.linearity is not Linearity.LINEAR and not self._facts[node.name].is_view
         if Trait.PICKS in row.traits or self._averages_counted(node):
             return True
-        is_made = any(map(self._sizes.has_samples, node.all_input_nodes))
-        return is_made and not is_listed(node) and join_tried(node, self._sizes) is ReductionKind.OTHER
-
-    def _is_unknown(self, node: fx.Node) -> bool:
-        """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
-        made: Any = node.args[0]
-        join = reduction_of(node)
-        if join is None:
-            return False
-        kept = opaque_module_of(made)
-        is_guess = join is ReductionKind.UNKNOWN and kept is not None and kept.is_own_function
-        return join is ReductionKind.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
+        return not is_listed(node) and any(map(self._sizes.has_samples, node.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted.
@@ -349,7 +327,7 @@ def _says_what_is_finite(node: fx.Node) -> bool:
 def batch_norms(traced: TracedModel) -> list[fx.Node]:
     """Returns the batch normalisations that go by the statistics of their samples."""
     nodes = traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
-    return [node for node in nodes if node.args[_TRAINING]]
+    return [node for node in nodes if node.args[BY_SAMPLES]]
 
 
 def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:

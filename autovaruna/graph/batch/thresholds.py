@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.drawn import ALL, run
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_long
+from autovaruna.graph.batch.order import ALL, run
 from autovaruna.graph.export.errors import FOR_COUNTS
 from autovaruna.graph.facts import KnownGraph
 from autovaruna.graph.operators import (

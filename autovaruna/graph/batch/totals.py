@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload, schema_of, storage_of
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.drawn import Powers
 from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, is_number, picked_symbols
+from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.evaluate import evaluate
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import free_value

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from threading import get_ident
 from typing import Any
 
 import sympy
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import COMPARES_SIZES, FIXES_SIZE, ValueRanges, int_oo, replaced
+from autovaruna._torch import COMPARES_SIZES, FIXES_SIZE, ValueRanges, int_oo, replaced_here
 from autovaruna.graph.export.errors import BatchSizeError, in_transform
 from autovaruna.graph.source_lines import is_users, running_modules, users_line
 
@@ -49,7 +48,6 @@ class SizeWatch:
         self.asks_for_one = ""
         self.greatest: list[tuple[int, str]] = []
         self.conditions: dict[sympy.Basic, None] = {}
-        self._thread = get_ident()
         self._lengths: list[Any] = []
         self._lines: dict[Any, str] = {}
 
@@ -67,14 +65,8 @@ class SizeWatch:
                 (ShapeEnv, COMPARES_SIZES, self._relate),
                 (ShapeEnv, "produce_guards", self._produce),
             ):
-                stack.enter_context(replaced(kind, name, self._seen_by(act, getattr(kind, name, None))))
+                stack.enter_context(replaced_here(kind, name, act))
             yield
-
-    def _seen_by(self, act: Callable[..., Any], plain: Any) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return act(plain, *args, **kwargs) if get_ident() == self._thread else plain(*args, **kwargs)
-
-        return called
 
     def record_free_lengths(self, lengths: Sequence[Any]) -> None:
         self._lengths = [each.node for each in lengths if isinstance(each, torch.SymInt)]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import dropwhile
 from threading import get_ident
+from traceback import StackSummary
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils import checkpoint
 
 from autovaruna._torch import (
     CONVERT,
+    FRAMES,
     FakeTensor,
     ModuleStackTracer,
     all_true,
@@ -29,6 +32,7 @@ from autovaruna._torch import (
     generalize,
     pack_by_lengths,
     replaced,
+    replaced_here,
     subclasses,
     top_saved_tensors_hooks,
 )
@@ -39,7 +43,7 @@ from autovaruna.graph.export.assertions import all_pass, is_traced, number_in
 from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
 from autovaruna.graph.opaque.keep import NamedFunction
 from autovaruna.graph.side_effects import StateError
-from autovaruna.graph.source_lines import chain_of, is_users, users_line
+from autovaruna.graph.source_lines import chain_of, is_of_script, is_users, users_line
 
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
@@ -92,16 +96,12 @@ class Idioms(TorchFunctionMode):
     @contextmanager
     def scripted_functions(self) -> Iterator[None]:
         """Sees calls of functions of ``torch.jit.script``, of which torch tells no mode, while the context lasts."""
-        tracing, plain = get_ident(), vars(ScriptFunction)["__call__"]
 
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            act = partial(plain, function)
-            if get_ident() != tracing:
-                return act(*args, **kwargs)
+        def call(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             generalize(function)
-            return self._call(function, act, args, kwargs)
+            return self._call(function, partial(plain, function), args, kwargs)
 
-        with replaced(ScriptFunction, "__call__", call):
+        with replaced_here(ScriptFunction, "__call__", call):
             yield
 
     def function_of(self, error: Exception) -> NamedFunction | None:
@@ -216,16 +216,17 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def modules_followed() -> Iterator[None]:
     """Has torch.export follow the modules of this thread alone while the context lasts, those that raise as well.
 
-    It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error.
+    It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error. Of
+    the lines that led to an operation it keeps those of methods named forward; here, of the script's functions as well.
     """
-    tracing, call, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
+    tracing, plain, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
 
     def call_module(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if get_ident() != tracing:
             return forward(*args, **kwargs)
         running = self.module_stack.copy()
         try:
-            return call(self, module, forward, args, kwargs)
+            return plain(self, module, forward, args, kwargs)
         except BaseException:
             self.module_stack = running
             raise
@@ -233,7 +234,15 @@ def modules_followed() -> Iterator[None]:
     def get_own(self: Any, name: str, value: Any, known: Any) -> Any:
         return get(self, name, value, known) if get_ident() == tracing else value
 
-    with replaced(ModuleStackTracer, "call_module", call_module), replaced(ModuleStackTracer, "getattr", get_own):
+    def users_frames(self: Any, frames: StackSummary) -> StackSummary:
+        begun = dropwhile(lambda frame: frame.name != "forward", frames)
+        return StackSummary.from_list(
+            frame for frame in begun if frame.name == "forward" or is_of_script(frame.filename)
+        )
+
+    with ExitStack() as stack:
+        for name, act in (("call_module", call_module), ("getattr", get_own), (FRAMES, users_frames)):
+            stack.enter_context(replaced(ModuleStackTracer, name, act))
         yield
 
 
@@ -260,21 +269,20 @@ def hide_fakes() -> Iterator[None]:
 @contextmanager
 def padded_encoders() -> Iterator[None]:
     """Traces encoders that plain PyTorch would give nested tensors by their formula, on this thread, while it lasts."""
-    tracing, plain = get_ident(), nn.TransformerEncoder.forward
 
     def forward(
+        plain: Any,
         self: Any,
         src: Tensor,
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
-    ) -> Tensor:
-        is_plain = get_ident() != tracing or mask is not None or is_causal
-        if is_plain or src_key_padding_mask is None or not _nests(self, src):
+    ) -> Any:
+        if mask is not None or is_causal or src_key_padding_mask is None or not _nests(self, src):
             return plain(self, src, mask, src_key_padding_mask, is_causal)
         return _evaluated(self, src, src_key_padding_mask)
 
-    with replaced(nn.TransformerEncoder, "forward", forward):
+    with replaced_here(nn.TransformerEncoder, "forward", forward):
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from autovaruna._torch import pytree, replaced
+from autovaruna._torch import pytree, replaced, replaced_here
 from autovaruna.errors import TraceError
 
 Function = type[torch.autograd.Function]
@@ -27,15 +27,14 @@ def applied_by(handler: Handler) -> Iterator[None]:
 
     Those that reach weights which are not among their tensors are refused.
     """
-    kind, thread = type(torch.autograd.Function), get_ident()
-    known: Callable[[Function, str], Any] = kind.__getattribute__
 
-    def find(function: Function, name: str) -> Any:
-        found = known(function, name)
-        is_seen = name == "forward" and get_ident() == thread and not function.__module__.startswith("torch.")
+    def find(plain: Callable[[Function, str], Any], function: Function, name: str) -> Any:
+        found = plain(function, name)
+        is_seen = name == "forward" and not function.__module__.startswith("torch.")
         return _handled(function, found, handler) if is_seen else found
 
-    with replaced(kind, "__getattribute__", find):  # by which torch finds the forward of a function that it applies
+    kind = type(torch.autograd.Function)
+    with replaced_here(kind, "__getattribute__", find):  # by which torch finds the forward of what it applies
         yield
 
 

@@ -1,8 +1,7 @@
 """Tries submodules and functions out on small random tensors, to learn what they return for every batch size.
 
 Integers are zeros, or ones if a module refuses those, as lengths. The trial runs on a thread of its own, where nothing
-traces, on a copy: neither the model nor its generators change. What is returned for a few samples, and for two parts of
-them, says how results for parts of a batch become that for the whole; gradients are left to the first step.
+traces, on a copy: neither the model nor its generators change. Whether samples meet is left to the first step.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autovaruna._torch import FakeTensor, hide_tracing, parameter_table, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.module_state import own_tensors, places_of, replace_tensor, with_state
 from autovaruna.graph.opaque.functions import applied_by
-from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, opaque_module_of
+from autovaruna.graph.opaque.run import OutputShape, Returned
 from autovaruna.graph.operators import is_differentiable
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, seed_generators, untouched_generator
@@ -35,36 +33,23 @@ _SIZES = (2, 3, 5)
 _BY_NUMBERS = "the shapes of its arguments and results depend on the numbers in tensors"
 USES_WEIGHTS = "it uses tensors of {} that are not among its arguments"
 _NEAR = 0.05
-_PARTS = (2, 3)
-_WHOLE = sum(_PARTS)
-_HALVES = (torch.float16, torch.bfloat16)
+Drawn = tuple[bool, int | None]
+"""Which numbers are drawn for arguments, since modules refuse some: whether floats lie in (0, 1), and the integers.
+
+Integers may be classes or lengths: all are one number, or, for None, zeros and ones.
+"""
+_PLAIN: Drawn = (False, 0)
+_FOR_SHAPES: tuple[Drawn, ...] = (_PLAIN, (True, 0), (False, 1), (True, 1))
+_FOR_GRADIENTS: tuple[Drawn, ...] = ((False, None), (True, None), _PLAIN)
 
 
 class CannotKeepError(Exception):
     """Says why a module cannot be kept whole."""
 
 
-class DrawnNumbers(Enum):
-    """Which numbers are drawn for arguments, since modules refuse some: whether floats lie in (0, 1), and the integers.
-
-    Integers may be classes or lengths: all are one number, or, for None, zeros and ones.
-    """
-
-    PLAIN = False, 0
-    SHARES = True, 0
-    ONES = False, 1
-    SHARES_AND_ONES = True, 1
-    DRAWN = False, None
-    DRAWN_SHARES = True, None
-
-
-_FOR_SHAPES = (DrawnNumbers.PLAIN, DrawnNumbers.SHARES, DrawnNumbers.ONES, DrawnNumbers.SHARES_AND_ONES)
-_FOR_REDUCTIONS = (DrawnNumbers.DRAWN, DrawnNumbers.DRAWN_SHARES, DrawnNumbers.PLAIN)
-
-
-def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: DrawnNumbers) -> Tensor:
+def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: Drawn) -> Tensor:
     """Returns random numbers, small ones where integers are the same; booleans are true then."""
-    is_share, whole = numbers.value
+    is_share, whole = numbers
     kind = torch.empty((), dtype=dtype)
     if not is_differentiable(kind):
         drawn = torch.randint(2, tuple(shape), generator=generator)
@@ -120,7 +105,7 @@ class OpaqueTrial:
                 refusals.append(error)
         raise refusals[0]
 
-    def _outputs(self, size: int, numbers: DrawnNumbers) -> tuple[list[Tensor], Tree, bool]:
+    def _outputs(self, size: int, numbers: Drawn) -> tuple[list[Tensor], Tree, bool]:
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [version_of(each) for each in tensors]
         outputs, tree, is_changed = self.run(tensors, state)
@@ -131,7 +116,7 @@ class OpaqueTrial:
             raise CannotKeepError("it changes its arguments in place")
         return outputs, tree, is_changed
 
-    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
+    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[list[Tensor], Tree, bool]:
         """Runs the module; returns its tensors, what they are in, and whether it has changed its state."""
         args, kwargs = self.call.unflatten(tensors)
         numbers, modules = plain_state(self.module), dict(self.module.named_modules())
@@ -139,7 +124,7 @@ class OpaqueTrial:
             torch.set_grad_enabled(self.is_differentiated),
             in_precision(self.precision),
             hide_tracing(),
-            python_generators(seed),
+            python_generators(0),
             with_state(places_of(self.module), state),
             applied_by(lambda function, args, may_train, run: run()),
         ):
@@ -154,23 +139,20 @@ class OpaqueTrial:
         check_modules(modules, dict(self.module.named_modules()))
         return outputs, tree, bool(changed)
 
-    def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
-        return tuple(_number(length, self.batch, size) for length in tensor.shape)
-
     def numbers(self) -> list[Tensor]:
         """Returns numbers of the module's state: its own, or random ones."""
         generator = torch.Generator().manual_seed(0)
         made = [
-            _drawn(own.shape, own.dtype, generator, DrawnNumbers.PLAIN) if own.is_meta else own.detach().clone()
+            _drawn(own.shape, own.dtype, generator, _PLAIN) if own.is_meta else own.detach().clone()
             for own in self.state
         ]
         pairs = zip(made, self.state, strict=True)
         return [each.to(self.device).requires_grad_(own.requires_grad) for each, own in pairs]
 
-    def arguments(self, numbers: DrawnNumbers, size: int) -> list[Tensor]:
+    def arguments(self, numbers: Drawn, size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [
-            _drawn(self.shape_of(each, size), each.dtype, generator, numbers)
+            _drawn([_number(length, self.batch, size) for length in each.shape], each.dtype, generator, numbers)
             .to(self.device)
             .requires_grad_(each.requires_grad and self.is_differentiated)
             for each in self.inputs
@@ -230,27 +212,23 @@ def _output_shape(sizes: Sequence[int], tensors: Sequence[Tensor]) -> OutputShap
     return OutputShape(tuple(lengths), tuple(order), first.dtype)
 
 
-def infer_reductions(trial: OpaqueTrial) -> Returned:
-    """Tries a module out, on a thread of its own; returns what it returns, with how that is joined."""
+def infer_outputs(trial: OpaqueTrial) -> Returned:
+    """Tries a module out, on a thread of its own; returns what it returns."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_inferred, trial).result()
 
 
 def _inferred(trial: OpaqueTrial) -> Returned:
     with untouched_generator(trial.device):
-        returned = trial.returned()
-        joins = _reductions(trial, returned.tensors)
-        is_linear = _is_linear_back(trial) is not False
-    lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
-    return replace(returned, tensors=tuple(lines), is_linear_back=is_linear)
+        return replace(trial.returned(), is_linear_back=_is_linear_back(trial) is not False)
 
 
 def _is_linear_back(trial: OpaqueTrial) -> bool | None:
     """Returns whether gradients grow with those that come in; None: it cannot be tried."""
-    for numbers in _FOR_REDUCTIONS:
+    for numbers in _FOR_GRADIENTS:
         try:
             seed_generators(trial.device, 0)
-            size = _WHOLE if isinstance(trial.batch[0], torch.SymInt) else int(trial.batch[0])
+            size = _SIZES[-1] if isinstance(trial.batch[0], torch.SymInt) else int(trial.batch[0])
             tensors, state = trial.arguments(numbers, size), trial.numbers()
             outputs, *_ = trial.run([each.clone() for each in tensors], state)
             roots = [each for each in outputs if each.requires_grad]
@@ -276,86 +254,7 @@ def _is_linear_back(trial: OpaqueTrial) -> bool | None:
     return None
 
 
-def _reductions(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[ReductionKind]:
-    """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
-    if not isinstance(trial.batch[0], torch.SymInt):
-        return [ReductionKind.UNKNOWN for _ in lines]
-    for numbers in _FOR_REDUCTIONS:
-        try:
-            found = _reductions_on(trial, lines, numbers)
-        except Exception:  # it may want other numbers
-            continue
-        if ReductionKind.UNKNOWN not in found:
-            return found
-    return [ReductionKind.UNKNOWN for _ in lines]
-
-
-def _reductions_on(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: DrawnNumbers) -> list[ReductionKind]:
-    tensors = trial.arguments(numbers, _WHOLE)
-    parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
-    whole, *of_parts = (_run(trial, each, seed=0) for each in (tensors, *parts))
-    again = _run(trial, tensors, seed=1)
-    noise = _allowed(trial, (*tensors, *whole))
-    if not all(distance(one, other) <= noise for one, other in zip(again, whole, strict=True)):  # it is random
-        return [ReductionKind.UNKNOWN for _ in lines]
-    return [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
-
-
-def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: float) -> ReductionKind:
-    if not is_differentiable(whole) or not whole.numel():
-        return ReductionKind.MEAN
-    if not all(each.isfinite().all() for each in (whole, *parts)):
-        return ReductionKind.UNKNOWN
-    grows = [place for place, (slope, _) in enumerate(line.lengths) if slope]
-    if grows:
-        is_same = distance(torch.cat(list(parts), grows[0]), whole) <= noise
-        is_plain = len(grows) == 1 and line.lengths[grows[0]] == (1, 0)
-        return ReductionKind.SAMPLES if is_same else ReductionKind.OTHER if is_plain else ReductionKind.UNKNOWN
-    if not whole.any() and not any(each.any() for each in parts):
-        return ReductionKind.UNKNOWN
-    return reduction_tried(whole, parts, _PARTS, noise)
-
-
-def reduction_tried(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], noise: float) -> ReductionKind:
-    """Returns how numbers of two parts of a batch, of such sizes, become that of the whole: mean, sum, or neither."""
-    first, second = (each.double() if not each.is_complex() else each for each in parts)
-    mean, total = (sizes[0] * first + sizes[1] * second) / sum(sizes), first + second
-    if distance(mean.to(whole.dtype), whole) <= noise:
-        return ReductionKind.MEAN
-    return ReductionKind.SUM if distance(total.to(whole.dtype), whole) <= noise else ReductionKind.OTHER
-
-
 def _allowed(trial: OpaqueTrial, tensors: Sequence[Tensor]) -> float:
     """Returns how far apart numbers of a module may be by rounding: it may compute in single precision at the least."""
     kinds = [torch.empty((), dtype=each.dtype) for each in trial.precision]
     return clear_tolerance((*tensors, *trial.state, *kinds, torch.empty((), dtype=torch.float32)))
-
-
-def _run(trial: OpaqueTrial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
-    seed_generators(trial.device, seed)
-    copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
-    outputs, _, is_changed = trial.run(copies, trial.numbers(), seed)
-    if is_changed:
-        raise ValueError("it changes a buffer")
-    return [each.detach() for each in outputs]
-
-
-def _part(trial: OpaqueTrial, place: int, tensor: Tensor, part: int) -> Tensor:
-    """Returns the samples of a part; a ValueError says that a length does not tell which those are."""
-    given = trial.inputs[place]
-    sizes = [trial.shape_of(given, size) for size in _PARTS]
-    for dimension, length in enumerate(tensor.shape):
-        lengths = [size[dimension] for size in sizes]
-        if length in lengths and len(set(lengths)) == 1:
-            continue
-        if sum(lengths) != length or lengths[0] * _PARTS[1] != lengths[1] * _PARTS[0]:
-            raise ValueError(f"a dimension has {length} elements for all samples and {lengths} for parts of them")
-        tensor = tensor.split_with_sizes(lengths, dimension)[part]
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def reduction_of(item: fx.Node) -> ReductionKind | None:
-    """Returns how what a node takes out of the results of a kept module is joined; None: of something else."""
-    made: Any = item.args[0] if item.args else None
-    kept = opaque_module_of(made) if isinstance(made, fx.Node) else None
-    return None if kept is None else kept.returned.tensors[item.args[1]].join  # type: ignore[index]

@@ -18,7 +18,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
 from autovaruna.graph.opaque.functions import holder_of_weights
-from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_reductions
+from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_outputs
 from autovaruna.graph.opaque.run import OpaqueFunction, OpaqueModule, Returned
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import current_precision, precision_of
@@ -156,7 +156,7 @@ class OpaqueCalls:
         kind = path, bool(state), call.key(), str(inputs), *mode
         returned = None if state else self._known.get(kind)
         if returned is None:
-            returned = self._known[kind] = infer_reductions(trial)
+            returned = self._known[kind] = infer_outputs(trial)
         key = f"{path} {len(_calls)}"
         line = users_line().removeprefix(" at ")
         _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line, mode[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from threading import local
 from typing import Any
 
@@ -41,20 +40,6 @@ def profiling_mode() -> Iterator[None]:
         yield
 
 
-class ReductionKind(str, Enum):
-    """How what a module returns for parts of a batch becomes what it returns for all of it."""
-
-    UNKNOWN = "unknown"
-    SAMPLES = "samples"
-    """Each part has its samples."""
-    MEAN = "mean"
-    """A mean over the samples, or nothing of them."""
-    SUM = "sum"
-    """A sum over the samples."""
-    OTHER = "other"
-    """None of these."""
-
-
 @dataclass(frozen=True)
 class OutputShape:
     """A tensor that a module returns, for every batch size.
@@ -62,13 +47,11 @@ class OutputShape:
     Attributes:
         lengths: slope and start of each dimension: it has ``slope * batch + start`` elements.
         order: its dimensions from the slowest in memory to the fastest.
-        join: how it follows from what the module returns for parts of the batch.
     """
 
     lengths: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
     dtype: torch.dtype
-    join: ReductionKind = ReductionKind.UNKNOWN
 
     def shape(self, batch: Any) -> list[Any]:
         return [slope * batch + start if slope else start for slope, start in self.lengths]
@@ -116,7 +99,6 @@ class OpaqueModule:
 
     Attributes:
         num_parameters: how many of the tensors of its state are parameters; buffers follow them.
-        is_own_function: whether it is an autograd function of the script.
         line: ``file:line (code)`` of the user's line that calls it.
     """
 
@@ -135,13 +117,11 @@ class OpaqueModule:
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call, self.returned, self.num_parameters = call, returned, num_parameters
-        self.is_own_function = isinstance(module, OpaqueFunction) and module.is_own
 
-    def adds_up(self, place: int) -> bool:
-        """Whether a tensor that it returns is a sum over the samples: it was tried out, or is asked for by name."""
-        if (join := self.returned.tensors[place].join) is not ReductionKind.UNKNOWN:
-            return join is ReductionKind.SUM
-        return any("reduction" in path and words == "'sum'" for path, words in self._call.constants())
+    @property
+    def adds_up(self) -> bool:
+        """Whether a number that it returns is a sum over the samples: it is asked for by its name."""
+        return any(words == "'sum'" for _, words in self._call.constants())
 
     def __repr__(self) -> str:
         module = self._modules[False]
@@ -174,9 +154,7 @@ class OpaqueModule:
         return _apart(outputs, [*tensors, *given])
 
     def _pretend(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Returns fake results of fake arguments; all buffers count as changed."""
-        for buffer in state[self.num_parameters :]:
-            torch.autograd.graph.increment_version(buffer)
+        """Returns fake results of fake arguments."""
         made = [line.make(batch, (*tensors, *state)[0].device) for line in self.returned.tensors]
         sources = [each for each in (*tensors, *state) if each.requires_grad]
         if not sources or not torch.is_grad_enabled():

@@ -1,26 +1,21 @@
-"""Says with which power of the number of samples a value grows, and computes parts of a graph for a drawn batch.
+"""Says with which power of the number of samples a value grows.
 
 A sum over the samples is told from a mean by the last operations of a loss: from it back, through what scales, adds or
-reshapes, to where samples were reduced. What an operator that is not listed makes of several samples is shown by
-a batch of five and its micro-batches of three and two.
+reshapes, to where samples were reduced.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from operator import getitem
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_number
-from autovaruna.graph.evaluate import call, evaluate
 from autovaruna.graph.lengths import Sizes
-from autovaruna.graph.opaque.infer import reduction_of, reduction_tried
-from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.operators import (
     KEEPING,
     SCALING,
@@ -30,25 +25,14 @@ from autovaruna.graph.operators import (
     ValueSource,
     adds_up,
     has,
-    is_differentiable,
-    is_listed,
     is_of_batch,
-    is_random,
     operator_of,
     reached,
 )
-from autovaruna.graph.precision import without_autocast
-from autovaruna.graph.rounding import clear_tolerance
 
 _SIZES = (1, 2, 3, 8, 97, 1009, 65537)  # small and large ones, for min(len(x), 16) is a size up to there
 _POWERS = {ScalingUse.PLAIN: 0.0, ScalingUse.DIVISOR: 1.0, ScalingUse.FACTOR: -1.0}
 """How what a micro-batch gets of a value of the whole batch grows with it."""
-PARTS = (3, 2)
-ALL = sum(PARTS)
-SIZES = (ALL, *PARTS)
-_MOST_ELEMENTS = 1 << 22
-_ALLOWED = clear_tolerance([torch.empty((), dtype=torch.float32)])
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class Powers:
@@ -70,24 +54,23 @@ class Powers:
 
     def no_sum_in(self, node: Any) -> fx.Node | None:
         """Returns the part of a value that is no sum over the samples; None if all of it is one, or may be."""
-        parts = self._reduced(node, 0.0, set())
-        return next(
-            (made for made, power in parts if power != 1.0 and reduction_of(made) is not ReductionKind.UNKNOWN), None
-        )
+        return next((made for made, power in self._reduced(node, 0.0, set()) if power != 1.0), None)
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
         """Whether numbers of samples are scaled and added up to what is in `tail`, and nothing else."""
         scaled = reached([node], lambda each: each.users if self._grows(each) else ())
-        return all(each in tail and (self._grows(each) or self._is_sum(each)) for each in scaled)
+        return all(each in tail and (self._grows(each) or _is_sum(each)) for each in scaled)
 
     def _reduced(self, node: Any, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
         """Yields what samples were reduced to in a value, and with which power of their number it goes into that."""
         if not isinstance(node, fx.Node) or (node, power) in seen or self._grows(node) or self._sizes.is_given(node):
             return
         seen.add((node, power))
+        if (kept := _kept(node)) is not None and not kept.adds_up:
+            return  # the first step tells
         if node.target is getitem or any(map(self._grows, node.all_input_nodes)):
             for scale in self._scales(node):
-                yield node, power + self._is_sum(node) + scale
+                yield node, power + _is_sum(node) + scale
             return
         linearity, source = operator_of(node).linearity, self._values[node].source
         if linearity in SCALING:
@@ -128,16 +111,6 @@ class Powers:
                 found[term] = set().union(*(found[each] for each in term.all_input_nodes if each in found)) or {0.0}
         return found[node]
 
-    def _is_sum(self, node: fx.Node) -> bool:
-        if node.target is getitem:
-            made: Any = node.args[0]
-            kept = opaque_module_of(made)
-            is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
-            return is_named or (reduction_of(node) or join_tried(node, self._sizes)) is ReductionKind.SUM
-        if is_listed(node) or not any(map(self._grows, node.all_input_nodes)):
-            return adds_up(node)
-        return join_tried(node, self._sizes) is ReductionKind.SUM
-
     def _grows(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and self._sizes.has_samples(node)
 
@@ -162,68 +135,11 @@ class Powers:
         return nearest if all(math.isclose(each, nearest, abs_tol=1e-6) for each in powers) else math.nan
 
 
-def join_tried(node: fx.Node, sizes: Sizes) -> ReductionKind:
-    """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither."""
-    made: Any = node.args[0] if node.target is getitem else node
-    if not isinstance(made.target, OpOverload) or is_random(made):
-        return ReductionKind.UNKNOWN
-    leaves = [each for each in made.all_input_nodes if isinstance(each.meta["val"], Tensor)]
-    try:
-        whole, *parts = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes))
-    except Exception:  # it takes numbers of its own kind, or sizes that only data decide
-        return ReductionKind.UNKNOWN
-    return reduction_tried(whole, parts, PARTS, _ALLOWED)
+def _is_sum(node: fx.Node) -> bool:
+    kept = _kept(node)
+    return adds_up(node) if kept is None else kept.adds_up
 
 
-def places(rows: Tensor, part: int) -> Tensor:
-    """Returns the places of rows of the batch (0) or of one of its parts (1 and 2), by the sample of each row."""
-    return ((rows >= PARTS[0]) == (part == 2)).nonzero().flatten() if part else torch.arange(len(rows))
-
-
-def computed(node: fx.Node, leaves: Mapping[fx.Node, Tensor | None], sizes: Sizes) -> list[Tensor]:
-    """Computes what a node gives for the batch and its two parts from drawn `leaves`.
-
-    With each comes the sample of each of its rows; None: one sample comes after the other.
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn = {leaf: _drawn(leaf.meta["val"], rows, sizes, generator) for leaf, rows in leaves.items()}
-    return [
-        run(node, num_samples, sizes, {leaf: each[part] for leaf, each in drawn.items()})
-        for part, num_samples in enumerate(SIZES)
-    ]
-
-
-def _drawn(value: Tensor, rows: Tensor | None, sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
-    """Draws the numbers of a tensor for the batch; returns them, and those of the two parts."""
-    shape = sizes.shape(value, ALL)
-    if math.prod(shape) > _MOST_ELEMENTS:
-        raise ValueError
-    if not is_differentiable(value):
-        drawn = torch.randint(2, shape, generator=generator).to(value.dtype)
-    else:
-        dtype = torch.float32 if value.dtype in _HALF else value.dtype
-        drawn = torch.randn(shape, generator=generator, dtype=dtype)
-    dimension = sizes.batch_dimension(value)
-    if dimension is None:
-        return [drawn.clone() for _ in SIZES]
-    if rows is None:
-        rows = torch.arange(ALL).repeat_interleave(shape[dimension] // ALL)
-    return [drawn.index_select(dimension, places(rows, part)) for part in range(len(SIZES))]
-
-
-def run(node: fx.Node, num_samples: int, sizes: Sizes, known: Mapping[fx.Node, Any]) -> Tensor:
-    """Computes what a node gives for a batch of some size; `known` has what is drawn."""
-
-    def is_run(each: fx.Node) -> bool:
-        return each not in known and isinstance(each.meta.get("val"), Tensor | list | tuple)
-
-    def value_of(each: fx.Node) -> Any:
-        return known[each] if each in known else sizes.number(each.meta.get("val"), num_samples)
-
-    def run_here(each: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with without_autocast():
-            return call(each, args, {name: "cpu" if name == "device" else given for name, given in kwargs.items()})
-
-    made_of = reached([node], lambda each: each.all_input_nodes if is_run(each) else ())
-    found: Tensor = evaluate(sorted(filter(is_run, made_of)), value_of, [node], run_here)[node]
-    return found
+def _kept(node: fx.Node) -> OpaqueModule | None:
+    """Returns the module that is kept whole of which a node is a result."""
+    return opaque_module_of(node.args[0]) if node.target is getitem else None  # type: ignore[arg-type]
