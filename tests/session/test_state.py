@@ -316,7 +316,8 @@ def test_a_buffer_that_is_gone_and_another_class_are_another_trace(name: str, va
 def test_a_buffer_that_comes_later_and_parameters_that_change_their_names_are_refused() -> None:
     """Once, a model went on without a buffer whose name had been registered as None.
 
-    The end of pruning gives a weight its old name back; once, that was a KeyError.
+    The end of pruning gives a weight its old name back; once, that was a KeyError, then one in the next step of any
+    optimizer.
     """
     net, x = nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH)), torch.ones(4, WIDTH)
     net[0].mask = None
@@ -328,5 +329,8 @@ def test_a_buffer_that_comes_later_and_parameters_that_change_their_names_are_re
         model(x)
     net[0].mask = None
     prune.remove(net[1], "weight")
+    other = nn.Linear(WIDTH, 1)
+    other(x).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
     with pytest.raises(InputError, match=r"replaced after the first call: got other ones for .*1\.weight"):
         model(x)
