@@ -48,7 +48,14 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed, padded_encoders
+from autovaruna.graph.export.idioms import (
+    Idioms,
+    conversions,
+    hide_fakes,
+    modules_followed,
+    padded_encoders,
+    varying_lengths,
+)
 from autovaruna.graph.export.watchers import pop_watched, restart
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Places, find_lengths
@@ -234,7 +241,7 @@ class FlatCall(nn.Module):
         hidden = () if self.attempt.opaque.shows_tracing else (hide_tracing(), hide_fakes())
         idioms = self.idioms, self.idioms.scripted_functions()
         with refused_draws(self.model, self.outside), ExitStack() as stack:
-            for each in (*hidden, unchecked_distributions(), conversions(), *idioms):
+            for each in (*hidden, unchecked_distributions(), conversions(), varying_lengths(), *idioms):
                 stack.enter_context(each)
             yield
 
