@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.export.watchers import kept_by_hooks
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
-from autovaruna.graph.side_effects import apply_changes, put_constants
+from autovaruna.graph.side_effects import apply_changes, put_constants, put_left
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
@@ -119,6 +119,7 @@ class Session:
         self._batch_values: dict[str, BatchValues] = {}
         self._varying = VaryingNumbers(model.module)
         self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
+        self._left = list[Callable[[], None]]()  # takes stand-ins out of attributes in which forward leaves tensors
 
     @property
     def preparation(self) -> Preparation:
@@ -168,6 +169,8 @@ class Session:
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         model, run, began = self._model, self._run, perf_counter()
+        while self._left:
+            self._left.pop()()
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
         exchanged = perf_counter() - began
@@ -203,6 +206,7 @@ class Session:
             self._record_trace(traced, kept)
         if is_new or kept or sets or traced.sets or traced.runs_own_code:  # all may set attributes
             model.guards.settle(kept)
+        self._left = put_left(model.module, traced.left)
         return returned
 
     def _at_border(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,6 +211,14 @@ def leaving(self: Any, x: Tensor) -> Tensor:
     return self.last(hidden * self.places)
 
 
+def leaving_one(self: Any, x: Tensor) -> Tensor:
+    """Leaves a tensor in an attribute, and in a list."""
+    hidden = torch.tanh(self.first(x))
+    self.extra = hidden.square().mean()
+    self.losses.append(self.extra)
+    return self.last(hidden)
+
+
 def leaver() -> Any:
     model = two(leaving, extra=0.0, places=None, log={}, seen=0)
     nn.utils.parametrizations.weight_norm(model.last)
@@ -223,6 +233,22 @@ def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
         model(**X)
     (said,) = (each.getMessage() for each in caplog.records if "leaves tensors" in each.getMessage())
     assert "in extra, log, seen. They stay" in said
+
+
+def test_what_forward_leaves_in_attributes_is_refused_where_it_is_used() -> None:
+    """Once, a loss of it was made of what was there before the call, and trained on without it."""
+    inner = two(leaving_one, extra=0.0, losses=[])
+    model = AutoVaruna(inner, **ONE)
+    for _ in range(2):
+        loss = F.cross_entropy(model(**X), BATCH["y"])
+        uses: list[Callable[[Any], Any]] = [loss.__add__, partial(torch.add, loss), lambda extra: extra.item(), float]
+        for use in uses:
+            with pytest.raises(InputError, match=r"uses extra of the model.*return it, too"):
+                use(inner.extra)
+        with pytest.raises(InputError, match="uses losses of the model"):
+            sum(inner.losses)
+        inner.losses.clear()
+    assert copy.deepcopy(inner).extra == 0.0
 
 
 def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:
