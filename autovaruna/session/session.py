@@ -28,6 +28,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
+from autovaruna.ranks.environment import check_alone
 from autovaruna.ranks.exchange import ALIKE, BLOCK
 from autovaruna.ranks.torch_channel import open_channel
 from autovaruna.ranks.world import World, gather_on_all
@@ -145,6 +146,8 @@ class Session:
                 "the like): got no plain tensors, and a step computes numbers alone. Expected a plain call; make the "
                 "transform a part of forward, in a submodule, which is kept whole as one operation."
             )
+        if self._run.world.num_ranks == 1:
+            check_alone()
         self._persistence.poll()
         self._model.borrowed.write_back()
         with self._reported():
