@@ -31,7 +31,7 @@ from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, without_autocast
 from autovaruna.graph.random import draw_from, python_generators, seed_generators, untouched_generator
 from autovaruna.graph.rounding import BY_ROUNDING, CLEAR, SEEDS, Rounded, distance, tolerance, wide
-from autovaruna.graph.side_effects import changed_attributes
+from autovaruna.graph.side_effects import changed_attributes, restored_attributes
 from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
@@ -91,20 +91,30 @@ class EagerVsGraph:
         if returned is not None:
             for path, module in own.named_modules():
                 module.register_forward_hook(partial(_record_outputs, returned, path))
-        return self._called(own, around)
+        with self._outside_restored():
+            return self._called(own, around)
+
+    def _outside_restored(self) -> AbstractContextManager[Any]:
+        """Takes out of tables outside of the model what a forward that leaves something puts there."""
+        return restored_attributes(self.model) if self.traced.left else nullcontext()
 
     def plain_again(self) -> tuple[list[Tensor], list[str]]:
         """Returns outputs and state of a copy's second call, and the names of attributes that the first has changed."""
-        own = self._called_before()
-        left = changed_attributes(self.model, own)
-        named, before = state_of(own), state_of(self.model)
+        with self._outside_restored():
+            own = self._called_before()
+            left = changed_attributes(self.model, own) or list(self.traced.left)
+            self._give_numbers(own)
+            return self._called(own), left
+
+    def _give_numbers(self, own: nn.Module) -> None:
+        """Gives a copy the numbers of the model again."""
+        named = state_of(own)
         with torch.no_grad():
-            for name, tensor in before.items():
+            for name, tensor in state_of(self.model).items():
                 if name in self.state:
                     named[name].data = tensor.detach().clone()
                 elif named[name] is not tensor:
                     named[name].data = tensor.detach()
-        return self._called(own), left
 
     def _called_before(self) -> nn.Module:
         """Returns a copy of the model that has been called, with other numbers where forward leaves tensors.

@@ -94,6 +94,12 @@ def left_tensors(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
+def left_outside(places: Iterable[OutsidePlace]) -> list[str]:
+    """Returns the names outside of the model, as of a global table, under which a traced forward has left the same."""
+    found = ((place.path + name, place.held.get(name)) for place in places for name in place.names)
+    return [name for name, value in found if any(_is_left(each) for _, each in entries("", value, 2))]
+
+
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
     """Warns of attributes with tensors, which plain PyTorch would have after a call, and ranks have not."""
     if names:
@@ -151,6 +157,8 @@ def put_left(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]
         try:
             held = vars(model.get_submodule(path))
         except AttributeError:  # of an object that a module holds
+            continue
+        if ":" in name:  # outside of the model
             continue
         before = held.get(name)
         stand_in = Left(full, before)

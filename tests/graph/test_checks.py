@@ -149,6 +149,21 @@ def test_what_the_first_call_keeps_for_all_is_found(name: str) -> None:
         look(Written(keeping, layer=nn.Linear(12, 12), kept=None, keep=KEPT[name]))
 
 
+TABLE: dict[str, Tensor] = {}
+
+
+def keeping_outside(self: Any, x: Tensor) -> Tensor:
+    if "mean" not in TABLE:
+        TABLE["mean"] = x.detach().abs().mean(0)
+    return self.layer(x) * TABLE["mean"]
+
+
+def test_what_the_first_call_keeps_in_a_global_table_is_found() -> None:
+    with pytest.raises(TraceError, match=r"next call computes something else: got changes of .*TABLE,"):
+        look(Written(keeping_outside, layer=nn.Linear(12, 12)))
+    assert not TABLE
+
+
 def test_what_is_kept_and_the_same_in_each_call_is_no_difference() -> None:
     look(
         Written(

@@ -92,7 +92,7 @@ class TimeFirst(nn.Module):
         self.last = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, src: Tensor, y: Tensor) -> Tensor:
-        length = src.shape[0] if self.has_positions else len(src)  # the length
+        length = src.shape[0] if self.has_positions else len(src)
         h = self.places(self.words(src))
         h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
         return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
@@ -112,7 +112,7 @@ recurrent = lambda self, x, state: self.last(self.cell(x, state)[0]).square().me
 RECURRENT = Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
 WORDS = (torch.arange(30).reshape(5, 6) % TOKENS, torch.arange(1, 31).reshape(5, 6) % TOKENS)
 CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
-    "time first": (TimeFirst(False), WORDS, r"# the length\).*batch_first=False\) takes the first one for time.*"),
+    "time first": (TimeFirst(False), WORDS, r"self\.layers\(h.*batch_first=False\) takes the first one for time.*"),
     "positions": (TimeFirst(True), WORDS, r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*"),
     "state": (RECURRENT, (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2), r"which state_0 \(1, 6, 12\), .*"),
     "graph": (GRAPH, JOINED, r"joined \(7, 7\) joins rows of x \(7, 4\).*"),

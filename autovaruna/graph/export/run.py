@@ -72,6 +72,7 @@ from autovaruna.graph.side_effects import (
     check_state,
     constants_set,
     hidden_state,
+    left_outside,
     left_tensors,
     numbers_in,
     plain_state,
@@ -226,7 +227,7 @@ class FlatCall(nn.Module):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output", opens_caches=call.tree.has_caches)
         check_state(numbers, plain_state(self.model) | numbers_in(self.outside))
-        left, sets = left_tensors(self.model), constants_set(held)
+        left, sets = [*left_tensors(self.model), *left_outside(self.outside)], constants_set(held)
         if not attempt.options.is_dynamic:  # sizes of the batch are numbers like others
             left, sets = list(dict.fromkeys([*left, *(full_name(each.path, each.name) for each in sets)])), []
         for module, buffers in before:
