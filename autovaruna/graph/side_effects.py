@@ -63,12 +63,17 @@ def restored_attributes(model: nn.Module) -> Iterator[list[OutsidePlace]]:
     outside = [each for each in outside if not is_installed(each.path.partition(":")[0])]
     held = [value for place in places for value in place.values()]
     held += [place.held.get(name) for place in outside for name in place.names]
+    held += [inner for value in held if type(value) is tuple for inner in value]  # defaults of arguments, say
     caches = [(value, value.cache_info()) for value in held if isinstance(value, _Cache)]
     held = [value for value in held if type(value) in _CONTAINERS]
+    named = [(each.held, name, each.held[name]) for each in outside for name in each.names if name in each.held]
     try:
         with restored([*places, *held]):
             yield outside
     finally:
+        for owner, name, value in named:
+            if isinstance(owner, dict) and owner.get(name) is not value:
+                owner[name] = value
         for cached, before in caches:
             if cached.cache_info() != before:  # it may hold what has no numbers
                 cached.cache_clear()

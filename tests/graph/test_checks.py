@@ -152,16 +152,26 @@ def test_what_the_first_call_keeps_for_all_is_found(name: str) -> None:
 TABLE: dict[str, Tensor] = {}
 
 
-def keeping_outside(self: Any, x: Tensor) -> Tensor:
+KNOWN: Tensor | None = None
+
+
+def in_table(self: Any, x: Tensor) -> Tensor:
     if "mean" not in TABLE:
         TABLE["mean"] = x.detach().abs().mean(0)
     return self.layer(x) * TABLE["mean"]
 
 
-def test_what_the_first_call_keeps_in_a_global_table_is_found() -> None:
-    with pytest.raises(TraceError, match=r"next call computes something else: got changes of .*TABLE,"):
-        look(Written(keeping_outside, layer=nn.Linear(12, 12)))
-    assert not TABLE
+def in_global(self: Any, x: Tensor) -> Tensor:
+    global KNOWN
+    KNOWN = x.detach().abs().mean(0) if KNOWN is None else KNOWN
+    return self.layer(x) * KNOWN
+
+
+@pytest.mark.parametrize(("function", "name"), [(in_table, "TABLE"), (in_global, "KNOWN")])
+def test_what_the_first_call_keeps_outside_is_found(function: Callable[..., Tensor], name: str) -> None:
+    with pytest.raises(TraceError, match=rf"next call computes something else: got changes of .*{name},"):
+        look(Written(function, layer=nn.Linear(12, 12)))
+    assert not TABLE and KNOWN is None
 
 
 def test_what_is_kept_and_the_same_in_each_call_is_no_difference() -> None:
