@@ -54,6 +54,8 @@ class RankHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         record.rank = self.rank
+        if self.rank != 0 and getattr(record, "is_alike", False):
+            return
         if not logging.getLogger().handlers:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
@@ -267,11 +269,11 @@ _warned: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def warn_once(logger: logging.Logger, model: object, text: str) -> None:
-    """Logs a warning about a model, unless it has been logged for that model before."""
+    """Logs a warning about a model that all ranks find, and rank 0 shows, unless it has been logged before."""
     known = _warned.setdefault(model, set())
     if text not in known:
         known.add(text)
-        logger.warning("%s", text)
+        logger.warning("%s", text, extra={"is_alike": True})
 
 
 def readable(num_bytes: float) -> str:

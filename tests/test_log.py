@@ -53,8 +53,9 @@ def test_rank_0_tells_and_the_others_warn(conf, capsys, no_set_up):
         log.configure(rank, conf())
         logger.info("planning")
         logger.warning("tight")
+        log.warn_once(logger, log.RankHandler(), "what all ranks find")
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["[rank 0] planning", "[rank 0] tight", "[rank 1] tight"]
+    assert lines == ["[rank 0] planning", "[rank 0] tight", "[rank 0] what all ranks find", "[rank 1] tight"]
 
 
 @pytest.mark.parametrize(("rank", "first_line"), [(0, ""), (3, 'other_ranks = "debug"\n')])

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
+from autovaruna.graph.call import InputSpec
 from autovaruna.graph.evaluate import NodeError, call, evaluate
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
@@ -30,12 +31,14 @@ from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, without_autocast
 from autovaruna.graph.random import draw_from, python_generators, seed_generators, untouched_generator
 from autovaruna.graph.rounding import BY_ROUNDING, CLEAR, SEEDS, Rounded, distance, tolerance, wide
-from autovaruna.graph.side_effects import changed_attributes
+from autovaruna.graph.side_effects import changed_attributes, restored_attributes
 from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
 
 _SEED = 0
+_LESS = 0.75
+"""Scales inputs and weights of a first call."""
 ModuleOutputs = dict[str, list[Tensor]]
 """What modules have returned last, by path, in that order."""
 logger = logging.getLogger(__name__)
@@ -88,21 +91,63 @@ class EagerVsGraph:
         if returned is not None:
             for path, module in own.named_modules():
                 module.register_forward_hook(partial(_record_outputs, returned, path))
-        return self._called(own, around)
+        with self._outside_restored():
+            return self._called(own, around)
+
+    def _outside_restored(self) -> AbstractContextManager[Any]:
+        """Takes out of tables outside of the model what a forward that leaves something puts there."""
+        return restored_attributes(self.model) if self.traced.left else nullcontext()
 
     def plain_again(self) -> tuple[list[Tensor], list[str]]:
         """Returns outputs and state of a copy's second call, and the names of attributes that the first has changed."""
+        with self._outside_restored():
+            own = self._called_before()
+            left = changed_attributes(self.model, own) or list(self.traced.left)
+            self._give_numbers(own)
+            return self._called(own), left
+
+    def _give_numbers(self, own: nn.Module) -> None:
+        """Gives a copy the numbers of the model again."""
+        named = state_of(own)
+        with torch.no_grad():
+            for name, tensor in state_of(self.model).items():
+                if name in self.state:
+                    named[name].data = tensor.detach().clone()
+                elif named[name] is not tensor:
+                    named[name].data = tensor.detach()
+
+    def _called_before(self) -> nn.Module:
+        """Returns a copy of the model that has been called, with other numbers where forward leaves tensors.
+
+        What it makes of the first batch, or of the first weights, and keeps, would be the same again with the same.
+        """
+        if self.traced.left:
+            own = self.copy(_LESS)
+            try:
+                self._called(own, inputs=[*map(self._other, self._inputs(), self.traced.call.inputs)])
+            except Exception as error:  # it takes no such numbers
+                logger.info("the first of two calls has the same numbers: %s", _words(error))
+            else:
+                return own
         own = self.copy()
         self._called(own)
-        left = changed_attributes(self.model, own)
-        named, before = state_of(own), state_of(self.model)
-        with torch.no_grad():
-            for name in self.state:
-                named[name].data = before[name].detach().clone()
-        return self._called(own), left
+        return own
 
-    def _called(self, own: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
-        args, kwargs = self.traced.call.arguments(self._inputs())
+    @staticmethod
+    def _other(tensor: Tensor, spec: InputSpec) -> Tensor:
+        """Returns an input of samples in another order, and smaller; what is none of the batch stays."""
+        if not spec.is_batch:
+            return tensor
+        other = tensor.detach().roll(1, 0)
+        return (other * _LESS if other.is_floating_point() else other).requires_grad_(spec.needs_gradient)
+
+    def _called(
+        self,
+        own: nn.Module,
+        around: AbstractContextManager[Any] | None = None,
+        inputs: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        args, kwargs = self.traced.call.arguments(self._inputs() if inputs is None else inputs)
         for path in self._kept_paths:
             own.get_submodule(path).register_forward_pre_hook(_seed_python)
         with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), compiling_nothing():
@@ -169,10 +214,14 @@ class EagerVsGraph:
         named = state_of(self.model)
         return {id(named[name]): _copy_of(named[name]) for name in self.state}
 
-    def copy(self) -> nn.Module:
-        """Returns a copy of the model that shares with it the numbers that no call changes."""
+    def copy(self, factor: float = 1.0) -> nn.Module:
+        """Returns a copy of the model that shares with it the numbers that no call changes, or has others, by a factor.
+
+        With a factor it takes the memory of the weights once more.
+        """
         memo: dict[int, Any] = {id(each): _copy_of(each) for each in _made_by_operations(self.model)}
-        memo |= {id(each): each for each in (*self.model.parameters(), *hooks_of(self.model))}
+        memo |= {id(each): each if factor == 1.0 else _scaled(each, factor) for each in self.model.parameters()}
+        memo |= {id(each): each for each in hooks_of(self.model)}
         with without_script_hooks(self.model) if self.traced.watched else nullcontext():
             return copy.deepcopy(self.model, memo | self._clones())
 
@@ -195,6 +244,11 @@ def _copy_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def _scaled(weight: nn.Parameter, factor: float) -> nn.Parameter:
+    is_whole = not (weight.is_floating_point() or weight.is_complex())
+    return nn.Parameter(weight.detach() * (1 if is_whole else factor), weight.requires_grad)
 
 
 def _seed_python(module: nn.Module, args: Any) -> None:

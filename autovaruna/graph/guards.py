@@ -485,7 +485,7 @@ class Unusable:
     def __init__(self, name: str) -> None:
         self._attribute = name
 
-    def __copy__(self, memo: Any = None) -> Unusable:
+    def __copy__(self, memo: Any = None) -> Any:
         return self
 
     __deepcopy__ = __copy__
@@ -493,11 +493,14 @@ class Unusable:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and libraries ask every object for some
             raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise UsedError(self._attribute)
 
 
 def _use(self: Unusable, *args: Any, **kwargs: Any) -> NoReturn:
-    raise UsedError(self._attribute)
+    self._refuse()
 
 
 for _name in [*_UNARY, *_BINARY, *(f"r{each}" for each in _BINARY)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import logging
 import random
@@ -9,19 +10,29 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import FakeTensor
-from autovaruna.errors import TraceError
+from autovaruna._torch import FakeTensor, pytree
+from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.constant_values import is_known
-from autovaruna.graph.guards import OF_MODULES, Unusable, UsedError, entries, full_name, is_constant, records, restored
+from autovaruna.graph.guards import (
+    GONE,
+    OF_MODULES,
+    Unusable,
+    UsedError,
+    entries,
+    full_name,
+    is_constant,
+    records,
+    restored,
+)
 from autovaruna.graph.outside import CONTAINERS, OutsidePlace, is_installed, items_of, read_outside
 from autovaruna.graph.source_lines import line_with, where_raised
 from autovaruna.log import warn_once
@@ -52,12 +63,17 @@ def restored_attributes(model: nn.Module) -> Iterator[list[OutsidePlace]]:
     outside = [each for each in outside if not is_installed(each.path.partition(":")[0])]
     held = [value for place in places for value in place.values()]
     held += [place.held.get(name) for place in outside for name in place.names]
+    held += [inner for value in held if type(value) is tuple for inner in value]  # defaults of arguments, say
     caches = [(value, value.cache_info()) for value in held if isinstance(value, _Cache)]
     held = [value for value in held if type(value) in _CONTAINERS]
+    named = [(each.held, name, each.held[name]) for each in outside for name in each.names if name in each.held]
     try:
         with restored([*places, *held]):
             yield outside
     finally:
+        for owner, name, value in named:
+            if isinstance(owner, dict) and owner.get(name) is not value:
+                owner[name] = value
         for cached, before in caches:
             if cached.cache_info() != before:  # it may hold what has no numbers
                 cached.cache_clear()
@@ -83,16 +99,94 @@ def left_tensors(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
+def left_outside(places: Iterable[OutsidePlace]) -> list[str]:
+    """Returns the names outside of the model, as of a global table, under which a traced forward has left the same."""
+    found = ((place.path + name, place.held.get(name)) for place in places for name in place.names)
+    return [name for name, value in found if any(_is_left(each) for _, each in entries("", value, 2))]
+
+
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
     """Warns of attributes with tensors, which plain PyTorch would have after a call, and ranks have not."""
     if names:
         text = (
             f"forward leaves tensors, or numbers out of them (item(), size(0)), in {', '.join(names[:_MOST_NAMES])}"
             f"{' and more' * (len(names) > _MOST_NAMES)}. "
-            "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
-            "must not be made of them outside of the model; return them if the script goes on from them."
+            "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there, and "
+            "what uses it is refused. Return them if the script goes on from them."
         )
         warn_once(logger, model, text)
+
+
+class Left(Unusable):
+    """Stands between calls for what forward leaves in an attribute; a copy, or a pickle, has what was there before."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, name: str, before: Any) -> None:
+        super().__init__(name)
+        self._before = before
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        return copy.deepcopy(self._before, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _given, (self._before,)
+
+    def __repr__(self) -> str:
+        return f"Left({self._attribute})"
+
+    def _refuse(self) -> NoReturn:
+        raise InputError(
+            f"The script uses {self._attribute} of the model, in which forward leaves tensors, or numbers out of them: "
+            "they stay where they are made, on a rank and in a micro-batch, and have no gradient here. Expected a "
+            "loss, and whatever else the script goes on from, made of what forward returns; return it, too."
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, cls))._refuse()
+
+
+def _given(value: Any) -> Any:
+    return value
+
+
+def put_left(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
+    """Puts a `Left` into each of the attributes of modules in which forward leaves something; returns what undoes it.
+
+    A list gets one more entry, so that it may be cleared.
+    """
+    undo = list[Callable[[], None]]()
+    for full in names:
+        path, _, name = full.rpartition(".")
+        try:
+            held = vars(model.get_submodule(path))
+        except AttributeError:  # of an object that a module holds
+            continue
+        if ":" in name:  # outside of the model
+            continue
+        before = held.get(name)
+        stand_in = Left(full, before)
+        if type(before) is list:
+            before.append(stand_in)
+            undo.append(partial(_take_from, before, stand_in))
+        elif not isinstance(before, _CONTAINERS):
+            undo.append(partial(_take_back, held, name, stand_in, held.get(name, GONE)))
+            held[name] = stand_in
+    return undo
+
+
+def _take_from(held: list[Any], stand_in: Left) -> None:
+    held[:] = [each for each in held if each is not stand_in]
+
+
+def _take_back(held: dict[str, Any], name: str, stand_in: Left, before: Any) -> None:
+    if held.get(name) is not stand_in:  # the script has set it
+        return
+    if before is GONE:
+        del held[name]
+    else:
+        held[name] = before
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:

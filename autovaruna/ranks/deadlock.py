@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -197,18 +197,30 @@ def _listed(texts: list[str]) -> str:
 
 
 def ended_text(gone: int, waiting: str) -> str:
-    return (
+    text = (
         f"rank {gone} ended its script while {waiting}. Every rank must make the same calls, the same number of times."
     )
+    return text + _advice([waiting])
 
 
 def mismatch_text(calls: Mapping[int, str], num_ranks: int) -> str:
     """Returns the error of ranks that are in different calls; `calls` says in which."""
     places = [f"rank {rank} is {calls.get(rank, 'not in a collective call')}" for rank in range(num_ranks)]
     text = f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
-    if any("checkpoint" in place for place in calls.values()):
-        text += " A script that saves and ends after a signal asks model.should_stop(): all ranks answer alike."
-    return text
+    return text + _advice(calls.values())
+
+
+def _advice(calls: Iterable[str]) -> str:
+    """Returns what a script often means by calls that some ranks alone make."""
+    text = "".join(calls)
+    if "checkpoint" in text:
+        return " A script that saves and ends after a signal asks model.should_stop(): all ranks answer alike."
+    if "state_dict" in text or "optimizer state" in text:
+        return (
+            " state_dict() collects what all ranks hold: state = model.state_dict() on every rank, the optimizer's "
+            "likewise, and then torch.save(state, path) on one."
+        )
+    return ""
 
 
 @dataclass

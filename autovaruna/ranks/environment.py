@@ -68,10 +68,19 @@ def get_world() -> World:
     if world is not None:
         return world
     with _lock:
-        is_unused = _world is not None and _world.num_ranks == 1 and not _world.num_models
-        if _world is None or (is_unused and num_ranks_here() > 1):
+        if _world is None or (_world.num_ranks == 1 and num_ranks_here() > 1):
             _world = _started(os.environ)
         return _world
+
+
+def check_alone() -> None:
+    """Raises RankError if a model that was called on one process is called on several: each would train a copy."""
+    if world_of_thread() is None and num_ranks_here() > 1:
+        raise RankError(
+            f"The model was first called on one process, which is now one of {num_ranks_here()} ranks: each would "
+            "train a model of its own. Expected init_process_group(), or the start of the processes, before its first "
+            "call; wrap the model in the function that the processes run."
+        )
 
 
 def world_of_thread() -> World | None:

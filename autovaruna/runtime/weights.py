@@ -150,11 +150,15 @@ class OwnedState:
         if name not in self._tables:
             raise InputError(f"{name} came after the first call: register it before, or wrap the changed model anew.")
         table, attribute = self._tables[name]
-        found: Tensor = table[attribute]
+        found: Tensor | None = table.get(attribute)
+        if found is None:
+            raise InputError(
+                f"{name} was removed after the first call: remove it before, or wrap the changed model anew."
+            )
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
+        found = {name: table.get(attribute) for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:

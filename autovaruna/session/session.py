@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -24,12 +24,13 @@ from autovaruna.graph.export.watchers import kept_by_hooks
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.key_values import fill_given
-from autovaruna.graph.side_effects import apply_changes, put_constants
+from autovaruna.graph.side_effects import apply_changes, put_constants, put_left
 from autovaruna.graph.traced import TracedModel
 from autovaruna.heap import give_back_freed_memory, keep_freed_memory
 from autovaruna.interception.ending import record_training
 from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
+from autovaruna.ranks.environment import check_alone
 from autovaruna.ranks.torch_channel import open_channel
 from autovaruna.ranks.world import World
 from autovaruna.runtime.engine import Engine
@@ -108,6 +109,7 @@ class Session:
         self._known: Known | None = None  # None: the model has not been split
         self._varying = VaryingNumbers(model.module)
         self._sets = set[tuple[str, str]]()  # attributes, by module and name, that the latest trace sets
+        self._left = list[Callable[[], None]]()  # takes stand-ins out of attributes in which forward leaves tensors
 
     @property
     def prepared(self) -> Prepared:
@@ -133,6 +135,8 @@ class Session:
                 "the like): got no plain tensors, and a step computes numbers alone. Expected a plain call; make the "
                 "transform a part of forward, in a submodule, which is kept whole as one operation."
             )
+        if self._run.world.num_ranks == 1:
+            check_alone()
         self._persistence.poll()
         self._model.borrowed.write_back()
         with self._reported():
@@ -157,6 +161,8 @@ class Session:
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         model, run, began = self._model, self._run, perf_counter()
+        while self._left:
+            self._left.pop()()
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
         exchanged = perf_counter() - began
@@ -200,6 +206,7 @@ class Session:
             self._record_trace(traced, kept)
         if is_new or kept or sets or traced.sets or traced.runs_own_code:  # all may set attributes
             guards.settle(kept)
+        self._left = put_left(module, traced.left)
 
     def _at_border(self) -> None:
         """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""

@@ -530,9 +530,15 @@ class Sized(nn.Module):
 
 
 def test_sizes_that_forward_leaves_for_the_script_are_there_after_the_call() -> None:
-    """Once, they were missing; where a trace serves other lengths, they still are, as a number of the batch is."""
+    """Once, they were missing; where a trace serves other lengths, a use is refused, as of a number of the batch."""
     model = AutoVaruna(Sized(), num_micro_batches=2, **QUIET)
     for length in (3, 3, 5, 7, 3):
         model(torch.randn(4, length, 4)).sum().backward()
-        assert getattr(model, "sizes", None) == ([torch.Size([3, 4]), (4, "wide")] if length == 3 else None)
-    assert not hasattr(model, "num_samples") and model.num_traces == 2
+        if length == 3:
+            assert model.sizes == [torch.Size([3, 4]), (4, "wide")]
+        else:
+            with pytest.raises(InputError, match="uses sizes of the model"):
+                list(model.sizes)
+    with pytest.raises(InputError, match="uses num_samples of the model"):
+        range(model.num_samples)
+    assert model.num_traces == 2

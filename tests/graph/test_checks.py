@@ -128,6 +128,60 @@ def test_samples_that_the_first_call_leaves_for_the_next_are_found(where: str, n
     look(Written(carry, is_read=False, **parts))
 
 
+KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mean of the first batch": lambda layer, x: x.detach().abs().mean(0),
+    "last features": lambda layer, x: layer(x).detach(),
+    "first weights": lambda layer, x: layer.weight.detach().mean(0),
+}
+
+
+def keeping(self: Any, x: Tensor) -> Tensor:
+    """Goes by what it kept in its first call."""
+    if self.kept is None:
+        self.kept = self.keep(self.layer, x)
+    return self.layer(x) * self.kept
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_first_call_keeps_for_all_is_found(name: str) -> None:
+    """Once, each call kept its own: with the same samples and weights a second call gives the same."""
+    with pytest.raises(TraceError, match="its next call computes something else: got changes of kept,"):
+        look(Written(keeping, layer=nn.Linear(12, 12), kept=None, keep=KEPT[name]))
+
+
+TABLE: dict[str, Tensor] = {}
+
+
+KNOWN: Tensor | None = None
+
+
+def in_table(self: Any, x: Tensor) -> Tensor:
+    if "mean" not in TABLE:
+        TABLE["mean"] = x.detach().abs().mean(0)
+    return self.layer(x) * TABLE["mean"]
+
+
+def in_global(self: Any, x: Tensor) -> Tensor:
+    global KNOWN
+    KNOWN = x.detach().abs().mean(0) if KNOWN is None else KNOWN
+    return self.layer(x) * KNOWN
+
+
+@pytest.mark.parametrize(("function", "name"), [(in_table, "TABLE"), (in_global, "KNOWN")])
+def test_what_the_first_call_keeps_outside_is_found(function: Callable[..., Tensor], name: str) -> None:
+    with pytest.raises(TraceError, match=rf"next call computes something else: got changes of .*{name},"):
+        look(Written(function, layer=nn.Linear(12, 12)))
+    assert not TABLE and KNOWN is None
+
+
+def test_what_is_kept_and_the_same_in_each_call_is_no_difference() -> None:
+    look(
+        Written(
+            keeping, layer=nn.Linear(12, 12), kept=None, keep=lambda layer, x: layer.weight.detach().sign().abs()[0]
+        )
+    )
+
+
 def model(function: Callable[..., Tensor]) -> Written:
     """Returns a model that is a function of ``(self, x)`` with layers of its own."""
     parts = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH), "mean": torch.zeros(WIDTH)}

@@ -46,6 +46,10 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.SGD(net.parameters(), 0.1)
 
 
+early: list[AutoVaruna] = []
+"""A model that the parent has called, on one process."""
+
+
 def train(rank: int, folder: Path, story: str, method: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     net, optimizer = network()
@@ -61,6 +65,13 @@ def train(rank: int, folder: Path, story: str, method: str) -> None:
         optimizer.zero_grad()
         data.model = model if method == "fork" else None
         seen.append([int(each[0]) for each in known])
+    for called in early:
+        try:
+            called(torch.ones(1, 6))
+        except RankError as error:
+            assert "first called on one process, which is now one of 2 ranks" in str(error)
+        else:
+            raise AssertionError
     weights = model.state_dict()["0.weight"].tolist()
     dist.destroy_process_group()
     (folder / f"rank{rank}").write_text(json.dumps([get_rank(), get_world_size(), weights, seen[-1]]))
@@ -68,4 +79,8 @@ def train(rank: int, folder: Path, story: str, method: str) -> None:
 
 if __name__ == "__main__":
     method, folder, story = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    if story == "called before":
+        early.append(AutoVaruna(network()[0]))
+        with torch.no_grad():
+            early[0](torch.ones(1, 6))
     torch.multiprocessing.start_processes(train, (folder, story, method), nprocs=2, start_method=method)

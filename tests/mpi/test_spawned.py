@@ -27,9 +27,14 @@ def spawned(method: str, folder: Path, story: str = "") -> CompletedProcess[str]
     return CompletedProcess(command, done.returncode, (folder / "out").read_text())
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_a_process_group_of_the_script_is_a_launcher_and_workers_know_their_rank(method: str, tmp_path: Path) -> None:
-    done = spawned(method, tmp_path)
+@pytest.mark.parametrize(
+    ("method", "story"), [("spawn", ""), ("fork", ""), ("fork", "called before"), ("forkserver", "")]
+)
+def test_a_process_group_of_the_script_is_a_launcher_and_workers_know_their_rank(
+    method: str, story: str, tmp_path: Path
+) -> None:
+    """Once, where a notebook had called a model before, each forked process trained a copy."""
+    done = spawned(method, tmp_path, story)
     assert done.returncode == 0, done.stdout
     net, optimizer = network()
     for x, y, _ in DataLoader(Numbers(), 4):

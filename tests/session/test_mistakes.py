@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +92,7 @@ class TimeFirst(nn.Module):
         self.last = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, src: Tensor, y: Tensor) -> Tensor:
-        length = src.shape[0] if self.has_positions else len(src)  # the length
+        length = src.shape[0] if self.has_positions else len(src)
         h = self.places(self.words(src))
         h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
         return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
@@ -110,7 +112,7 @@ recurrent = lambda self, x, state: self.last(self.cell(x, state)[0]).square().me
 RECURRENT = Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
 WORDS = (torch.arange(30).reshape(5, 6) % TOKENS, torch.arange(1, 31).reshape(5, 6) % TOKENS)
 CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
-    "time first": (TimeFirst(False), WORDS, r"# the length\).*batch_first=False\) takes the first one for time.*"),
+    "time first": (TimeFirst(False), WORDS, r"self\.layers\(h.*batch_first=False\) takes the first one for time.*"),
     "positions": (TimeFirst(True), WORDS, r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*"),
     "state": (RECURRENT, (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2), r"which state_0 \(1, 6, 12\), .*"),
     "graph": (GRAPH, JOINED, r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
@@ -209,6 +211,14 @@ def leaving(self: Any, x: Tensor) -> Tensor:
     return self.last(hidden * self.places)
 
 
+def leaving_one(self: Any, x: Tensor) -> Tensor:
+    """Leaves a tensor in an attribute, and in a list."""
+    hidden = torch.tanh(self.first(x))
+    self.extra = hidden.square().mean()
+    self.losses.append(self.extra)
+    return self.last(hidden)
+
+
 def leaver() -> Any:
     model = two(leaving, extra=0.0, places=None, log={}, seen=0)
     nn.utils.parametrizations.weight_norm(model.last)
@@ -223,6 +233,22 @@ def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
         model(**X)
     (said,) = (each.getMessage() for each in caplog.records if "leaves tensors" in each.getMessage())
     assert "in extra, log, seen. They stay" in said
+
+
+def test_what_forward_leaves_in_attributes_is_refused_where_it_is_used() -> None:
+    """Once, a loss of it was made of what was there before the call, and trained on without it."""
+    inner = two(leaving_one, extra=0.0, losses=[])
+    model = AutoVaruna(inner, **ONE)
+    for _ in range(2):
+        loss = F.cross_entropy(model(**X), BATCH["y"])
+        uses: list[Callable[[Any], Any]] = [loss.__add__, partial(torch.add, loss), lambda extra: extra.item(), float]
+        for use in uses:
+            with pytest.raises(InputError, match=r"uses extra of the model.*return it, too"):
+                use(inner.extra)
+        with pytest.raises(InputError, match="uses losses of the model"):
+            sum(inner.losses)
+        inner.losses.clear()
+    assert copy.deepcopy(inner).extra == 0.0
 
 
 def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from autovaruna import AutoVaruna, InputError, load_checkpoint
+from autovaruna import AutoVaruna, InputError, RankError, load_checkpoint
 from autovaruna.runtime.step import Step
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
@@ -316,7 +316,8 @@ def test_a_buffer_that_is_gone_and_another_class_are_another_trace(name: str, va
 def test_a_buffer_that_comes_later_and_parameters_that_change_their_names_are_refused() -> None:
     """Once, a model went on without a buffer whose name had been registered as None.
 
-    The end of pruning gives a weight its old name back; once, that was a KeyError.
+    The end of pruning gives a weight its old name back; once, that was a KeyError, then one in the next step of any
+    optimizer.
     """
     net, x = nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH)), torch.ones(4, WIDTH)
     net[0].mask = None
@@ -328,5 +329,25 @@ def test_a_buffer_that_comes_later_and_parameters_that_change_their_names_are_re
         model(x)
     net[0].mask = None
     prune.remove(net[1], "weight")
+    other = nn.Linear(WIDTH, 1)
+    other(x).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
     with pytest.raises(InputError, match=r"replaced after the first call: got other ones for .*1\.weight"):
         model(x)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_state_that_one_rank_alone_collects_says_what_to_write(goes_on: bool) -> None:
+    """The habit of DistributedDataParallel, where each rank has all weights: ``if rank == 0: torch.save(...)``."""
+
+    def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> None:
+        x = torch.ones(4, WIDTH)
+        wrapped(x)
+        if rank == 0:
+            wrapped.state_dict()
+        elif goes_on:
+            wrapped(x)
+
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(RankError, match=r"state = model\.state_dict\(\) on every rank.*torch\.save.* on one"):
+        on_ranks(pipeline(2), net, run, timeout=20.0 if goes_on else 60.0)

@@ -6,6 +6,7 @@ model is traced: libraries do not see then that a tensor of known numbers is fak
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -243,6 +244,23 @@ def modules_followed() -> Iterator[None]:
     with ExitStack() as stack:
         for name, act in (("call_module", call_module), ("getattr", get_own), (FRAMES, users_frames)):
             stack.enter_context(replaced(ModuleStackTracer, name, act))
+        yield
+
+
+@contextmanager
+def varying_lengths() -> Iterator[None]:
+    """Has ``len(x)`` of a tensor be ``x.shape[0]`` in a user's line on this thread, while the context lasts.
+
+    Python takes whole numbers alone from ``__len__``, and a length may vary with the batch.
+    """
+    tracing, plain = get_ident(), len
+
+    def length(value: Any, /) -> Any:
+        if isinstance(value, Tensor) and get_ident() == tracing and value.dim():
+            return value.shape[0] if is_users(sys._getframe(1).f_code.co_filename) else plain(value)
+        return plain(value)
+
+    with replaced(builtins, "len", length):
         yield
 
 

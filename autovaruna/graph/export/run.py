@@ -48,7 +48,14 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed, padded_encoders
+from autovaruna.graph.export.idioms import (
+    Idioms,
+    conversions,
+    hide_fakes,
+    modules_followed,
+    padded_encoders,
+    varying_lengths,
+)
 from autovaruna.graph.export.watchers import pop_watched, restart
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Places, find_lengths
@@ -65,6 +72,7 @@ from autovaruna.graph.side_effects import (
     check_state,
     constants_set,
     hidden_state,
+    left_outside,
     left_tensors,
     numbers_in,
     plain_state,
@@ -219,7 +227,7 @@ class FlatCall(nn.Module):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output", opens_caches=call.tree.has_caches)
         check_state(numbers, plain_state(self.model) | numbers_in(self.outside))
-        left, sets = left_tensors(self.model), constants_set(held)
+        left, sets = [*left_tensors(self.model), *left_outside(self.outside)], constants_set(held)
         if not attempt.options.is_dynamic:  # sizes of the batch are numbers like others
             left, sets = list(dict.fromkeys([*left, *(full_name(each.path, each.name) for each in sets)])), []
         for module, buffers in before:
@@ -234,7 +242,7 @@ class FlatCall(nn.Module):
         hidden = () if self.attempt.opaque.shows_tracing else (hide_tracing(), hide_fakes())
         idioms = self.idioms, self.idioms.scripted_functions()
         with refused_draws(self.model, self.outside), ExitStack() as stack:
-            for each in (*hidden, unchecked_distributions(), conversions(), *idioms):
+            for each in (*hidden, unchecked_distributions(), conversions(), varying_lengths(), *idioms):
                 stack.enter_context(each)
             yield
 
