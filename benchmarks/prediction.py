@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 if TYPE_CHECKING:
+    from autovaruna.planner.records import Plan
     from autovaruna.ranks.world import World
     from autovaruna.session.preparation import Preparation
 
@@ -272,12 +273,28 @@ def take_turn(preparation: Preparation, step: Callable[[], float], world: World)
     call_seconds.cache_clear()
     references = [reference_seconds(world)]
     with own_code():  # steps of optimizers that are tried are not the script's
-        predicted = preparation.measured_again().predicted_seconds
+        predicted = measured_again(preparation).predicted_seconds
     references.append(reference_seconds(world))
     step()  # what measuring has left in the caches is no part of a step
     seconds = [slowest(step(), world) for _ in range(STEPS_OF_A_TURN)]
     references.append(reference_seconds(world))
     return Turn(predicted, median(seconds), references)
+
+
+def measured_again(preparation: Preparation) -> Plan:
+    """Returns the plan as it is predicted by what is measured now; nothing is searched, nothing changes. Collective."""
+    from autovaruna.planner.arrays import RangeTables
+    from autovaruna.planner.candidate import Candidate, Planner
+    from autovaruna.planner.rank_memory import choices_of
+
+    plan = preparation.plan
+    problem = replace(preparation._measured_problem(), shares_state=plan.shares_state)
+    starts = [stage.blocks[0] for stage in plan.stages]
+    planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))
+    ranks, choices = tuple(stage.ranks for stage in plan.stages), choices_of(plan.stages)
+    starts_of = tuple(range(plan.num_stages))
+    candidate = Candidate(starts_of, ranks, plan.num_micro_batches, schedule=plan.schedule, choices=choices)
+    return planner.predict_whole(planner.put_together(candidate, planner.fixed_options(candidate)))
 
 
 def reference_seconds(world: World) -> float:

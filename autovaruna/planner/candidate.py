@@ -14,7 +14,7 @@ from autovaruna.planner.costs import SizedProblem, StageFormula
 from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
+from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth
 
@@ -240,21 +240,3 @@ class Planner:
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:
     starts, behind = candidate.starts, stage + 1
     return starts[stage], starts[behind] if behind < len(starts) else tables.num_segments
-
-
-def priced(plan: Plan, problem: Problem) -> Plan:
-    """Returns a plan with the seconds and bytes that another problem predicts for it; nothing is searched.
-
-    Its stages, ranks, depths and schedule stay; the problem has the same graph and batch.
-    """
-    starts = [stage.blocks[0] for stage in plan.stages]
-    planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))
-    candidate = Candidate(
-        tuple(range(plan.num_stages)),
-        tuple(stage.ranks for stage in plan.stages),
-        plan.num_micro_batches,
-        schedule=plan.schedule,
-        choices=choices_of(plan.stages),
-    )
-    whole = planner.predict_whole(planner.put_together(candidate, planner.fixed_options(candidate)))
-    return replace(whole, is_measured=problem.profile.is_measured)

@@ -41,6 +41,8 @@ _OF_OPTIMIZER = {
 }
 _GONE_SCHEDULE = "zero_bubble"
 """Files of version 0.2 may have it."""
+_GONE_SETTING = "compile_stages"
+"""Files of version 0.2 have it among the settings that shaped a plan."""
 _ROUNDING = 1e-6
 """Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
 logger = logging.getLogger(__name__)
@@ -90,7 +92,8 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
     if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
         sentences.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
-    settings = [parse(json.dumps(dict(each.settings), default=float)) for each in (saved, now)]  # tuples are lists
+    known = ({name: each.settings[name] for name in each.settings if name != _GONE_SETTING} for each in (saved, now))
+    settings = [parse(json.dumps(each, default=float)) for each in known]  # tuples are lists
     # These two follow from the optimizer, the model and the ranks: where one of those is another, so may they be.
     if saved.graph != now.graph or saved.num_ranks != now.num_ranks:
         settings = [{**each, **dict.fromkeys(_OF_OPTIMIZER)} for each in settings]

@@ -56,7 +56,7 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
     "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
     "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
-    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs", "compile_stages",
+    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs",
 )  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from autovaruna.graph.batch.refusals import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import TRYING, phase
-from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     GLOBAL_BATCH,
     Fingerprint,
@@ -278,10 +277,6 @@ class Preparation:
             return None
         read = partial(read_saved_plan, self._settings, self._fingerprint, self._traced.graph)
         return on_first(self._world, read, "loading the deployment")
-
-    def measured_again(self) -> Plan:
-        """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
-        return priced(self.plan, replace(self._measured_problem(), shares_state=self._is_shared))
 
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
