@@ -23,10 +23,10 @@ from autovaruna.errors import AutoVarunaError, DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.log import readable
 from autovaruna.planner.arrays import Costs, RangeTables
+from autovaruna.planner.cut_points import resolve_cuts, stage_blocks
 from autovaruna.planner.prediction import RankOrders, pipeline_of, policy_of, representative
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
-from autovaruna.planner.search_space import resolve_cuts, stage_blocks
 from autovaruna.planner.stage_memory import HoldingsOfRanges, MemoryModel
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
@@ -216,9 +216,7 @@ class _Stage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Predicted(msgspec.Struct):
     step_seconds: Amount
     bound_seconds: Amount
-    single_bound_seconds: Amount
     is_measured: bool
-    bound_proof: str
     local_link: _LinkRecord
     remote_link: _LinkRecord
     overhead_seconds: Amount

@@ -15,9 +15,9 @@ from autovaruna.log import readable
 from autovaruna.planner.arrays import Array, RangeTables
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.partition import partition_chain
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages
 from autovaruna.planner.search_space import Ranks, cut_positions
-from autovaruna.planner.shapes import partition_chain
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -15,9 +15,9 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.records import CutMark, Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.cut_points import PREFER_MARGIN, resolve_cut
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.search_space import PREFER_MARGIN, resolve_cut
 from autovaruna.profiler.records import BlockCost, Profile
 from tests.catalogue.small import Written
 from tests.planner.cases import make_cluster, make_graph
