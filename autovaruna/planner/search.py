@@ -32,9 +32,9 @@ from autovaruna.planner.tiny import NEAR_TO_BEGIN, every_order, every_place, eve
 
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
-BUDGET = 2_000_000
+BUDGET = 3_000_000
 """Acts of the simulator that a search may take: a count, so that a search ends alike on every machine."""
-_OF_WHAT_IS_LEFT = 0.25
+_OF_WHAT_IS_LEFT = 0.125
 """Of the budget, what each stream of candidates may take."""
 _MOST_OF_A_ROW = 60_000
 """Acts that the simulation of a choice may take that is far from the best, and only a row of the table."""
@@ -151,12 +151,14 @@ class _Search:
 
     def _try(self, what: str, trials: Iterator[Trial]) -> None:
         """Simulates candidates of a stream, which ends with its part of the budget."""
-        end = self.planner.num_acts + _OF_WHAT_IS_LEFT * (BUDGET - self.planner.num_acts)
+        left = _OF_WHAT_IS_LEFT * (BUDGET - self.planner.num_acts)
         for candidate, below in trials:
-            if self.planner.count_candidate() > end:
+            begun = self.planner.num_acts
+            if self.planner.count_candidate() > begun + left:
                 break
-            self.progress(what, min(self.planner.num_acts / BUDGET, 1.0))
+            self.progress(what, min(begun / BUDGET, 1.0))
             self.evaluator.attempt(candidate, below)
+            left -= self.planner.num_acts - begun
 
     def _simplest(self) -> Plan:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""

@@ -21,7 +21,7 @@ Groups = tuple[float, Ranks, int]
 """About the seconds of a step with one stage on each group of ranks, the groups, and M."""
 WORTH = 0.995
 """A plan with several stages a rank has to take less than this share of the best seconds with one."""
-MOST_SHAPES = 1000
+MOST_SHAPES = 400
 """Of which a bound is taken."""
 _EVERY = 4
 """Up to so many rounds every number is tried, there and back too; in so many groups some may have a stage more."""
