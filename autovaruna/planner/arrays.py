@@ -75,6 +75,15 @@ class Flow:
         self.values, self.num_blocks = values, num_blocks
 
     @cached_property
+    def holders(self) -> dict[int, list[int]]:
+        """By block, the earlier ones that were the last to make or use a value which it needs, ascending."""
+        found: dict[int, set[int]] = {}
+        for value in self.values:
+            for holder, user in pairwise(sorted({value.producer, *value.consumers})):
+                found.setdefault(user, set()).add(holder)
+        return {user: sorted(holders) for user, holders in found.items()}
+
+    @cached_property
     def producers(self) -> dict[int, list[int]]:
         """The blocks whose values each block uses, by block; those that use none are left out."""
         found: dict[int, list[int]] = {}
@@ -82,6 +91,27 @@ class Flow:
             for user in value.consumers:
                 found.setdefault(user, []).append(value.producer)
         return dict(sorted(found.items()))
+
+    def fill_seconds(self, block_seconds: Array) -> Array:
+        """Returns, for each block p, the least seconds of other stages that a stage starting at p waits for.
+
+        Args:
+            block_seconds: of each block, forward (of gradients: backward; then the wait is that after the stage's last
+                backward), on the fastest rank.
+
+        Returns:
+            ``(num_blocks,)``, valid for every split into consecutive stages, one stage a rank.
+        """
+        work = [0.0, *np.cumsum(block_seconds).tolist()]
+        fill = [0.0] * self.num_blocks
+        # The stage that holds block h starts at some i <= h, has waited fill[i], and works at least work[h + 1] -
+        # work[i].
+        slack = [0.0] * self.num_blocks
+        for p in range(1, self.num_blocks):
+            holder = max(self.holders.get(p, [-1]))
+            fill[p] = work[holder + 1] + slack[holder] if holder >= 0 else 0.0
+            slack[p] = min(slack[p - 1], fill[p] - work[p])
+        return np.array(fill)
 
     def longest_path(self, block_seconds: Array) -> list[int]:
         """Returns the blocks of the path along the values, each block before the next, that takes longest."""

@@ -86,6 +86,16 @@ class SizedProblem:
         return costs if self.problem.needs_gradient else np.zeros_like(costs)
 
     @cached_property
+    def waits(self) -> tuple[Array, Array]:
+        """What a stage that starts at each block waits for others on the fastest ranks, before its first forward and
+        after its last backward; one entry more for the end of the graph.
+        """
+        problem, speed = self.problem, max(self.problem.cluster.speeds)
+        before = problem.flow.fill_seconds(self.costs.forward_seconds / speed)
+        after = problem.gradient_flow.fill_seconds(self.backward_seconds / speed)
+        return np.append(before, 0.0), np.append(after, 0.0)
+
+    @cached_property
     def work(self) -> Array:
         """Forward and backward seconds of each range on a rank of speed 1, without recompute."""
         return _forbid_empty(self.tables.add_up(self.step_seconds))
@@ -192,8 +202,7 @@ class StageFormula:
 
     def __init__(self, sized: SizedProblem) -> None:
         self.sized, hosts = sized, sized.problem.cluster.hosts
-        seconds, fastest = (sized.costs.forward_seconds, sized.backward_seconds), max(sized.problem.cluster.speeds)
-        self._before, self._after = (sized.tables.prefix(each)[:, None] / fastest for each in seconds)
+        self._before, self._after = (each[sized.tables.positions, None] for each in sized.waits)
         self._has_neighbours = len(set(hosts)) < len(hosts)
         self._messages = cache(self._message_seconds)
         self._table = lru_cache(_MOST_TABLES)(self._build)

@@ -11,8 +11,6 @@ from autovaruna.planner.rank_memory import Choices, choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
-_LONG = 5_000
-"""Acts of a simulation that is long: with one rule for depths, and fitted by its depths alone."""
 _LOOSER = (math.inf, *(1.35 - 0.02 * step for step in range(18)))
 """By its depths, a plan that fits by its instructions may need so many times its limits."""
 
@@ -100,7 +98,7 @@ class Evaluator:
                 best, below, best_variant = predicted, predicted.predicted_seconds, each
         if not self._has_every_variant:
             built = [(best_variant, best)] if best else built[:1]
-        for each, plan in () if self.is_long(candidate) else built:
+        for each, plan in built:
             if found := self._with_all_memory(each, plan, below):
                 best, below, best_variant = found, found.predicted_seconds, each
         return best_variant, best
@@ -126,37 +124,23 @@ class Evaluator:
         return None
 
     def _variants(self, candidate: Candidate) -> list[Variant]:
-        """Returns the depths and schedules to simulate; fewer where that takes long."""
+        """Returns the depths and schedules to simulate."""
         if candidate.is_fixed:
             return [(candidate.depth, candidate.schedule)]
-        every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
-        return [each for each in every if each[0] == every[0][0]] if self.is_long(candidate) else every
+        return variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
 
     def _plans(self, candidate: Candidate, choices: Sequence[Variant]) -> Iterator[tuple[Candidate, Plan]]:
         """Yields a candidate in some variants, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        loose = [] if self.is_long(candidate) else self._loose
         built: dict[tuple[str, bool], Plan | None] = {}
         for depth, schedule in choices:
             variant = replace(candidate, depth=depth, schedule=schedule, is_fixed=True)
             key = depth, schedule == "gpipe"
             if key not in built:
-                built[key] = self.planner.build(variant) or (self.planner.build(variant, loose) if loose else None)
+                built[key] = self.planner.build(variant) or self.planner.build(variant, self._loose)
             plan = built[key]
             if plan and not (is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)):
                 yield variant, replace(plan, schedule=schedule)
-
-    def is_long(self, candidate: Candidate) -> bool:
-        """Returns whether a simulation of the candidate takes long."""
-        replicas = min(len(ranks) for ranks in candidate.ranks)
-        return 2 * candidate.num_micro_batches / replicas * len(candidate.starts) > _LONG
-
-    def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
-        if len(candidates) < 2 or not self.is_long(candidates[0]):
-            return candidates
-        bounds = {each: self.planner.bound(plan) for each in candidates if (plan := self.planner.build(each))}
-        return sorted(bounds, key=bounds.__getitem__)[:1]
 
     def best_of_each(self, kind: Callable[[Candidate], Hashable], near: float) -> list[Candidate]:
         """Returns the best of each kind that is not slower than `near` times the best, the fastest first."""

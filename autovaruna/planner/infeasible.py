@@ -54,7 +54,8 @@ def splits_that_fit(problem: Problem, tables: RangeTables, counts: Sequence[int]
     """Yields splits that fit, of as many micro-batches as may be: for a search that found none on ranks of its own."""
     for split in _splits(SizedProblem(problem, tables, max(counts))):
         if not split.missing_bytes(problem.cluster.memory_bytes):
-            yield Candidate(split.starts, split.ranks, max(counts))
+            schedule = {"auto": "1f1b"}.get(problem.constraints.schedule, problem.constraints.schedule)
+            yield Candidate(split.starts, split.ranks, max(counts), schedule=schedule, is_fixed=True)
 
 
 def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:

@@ -11,7 +11,7 @@ from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.evaluator import Evaluator, Trial
 from autovaruna.planner.partition import cut_for_ranks
 from autovaruna.planner.problem import FEW_RANKS, Problem, micro_batch_range
-from autovaruna.planner.rank_memory import Choices, choices_of, peak_of
+from autovaruna.planner.rank_memory import choices_of, peak_of
 from autovaruna.planner.search_space import Ranks, classes_of, spread, stages_per_rank, variants
 
 _MOST_STARTS = 24
@@ -24,10 +24,6 @@ _STEPS = (64, 32, 16, 8, 4, 2, 1)
 """Segments that a cut is moved by: the farthest first, since what crosses may be much less at a place far away."""
 _RATIO = 1.5
 """Of many depths, each that is tried is greater than the one before by this."""
-_MOST_TOGETHER = 2560
-"""Ways to change a little what all stages hold, or two of them, of which all are tried."""
-_MOST_OF_A_ROUND = 200_000
-"""Acts of one change of what each stage holds: what takes more is not changed."""
 
 Move = Callable[[Evaluator, Candidate], Iterator[Candidate]]
 """Yields candidates that differ little from one."""
@@ -138,40 +134,21 @@ def _changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
 
 
 def _move_choices(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates that say what their stages hold, with other choices of one stage, or another schedule.
-
-    Where they are few, also with depths near those of all stages, or of two: one alone may be of no use.
-    """
+    """Yields candidates that say what their stages hold, with other choices of one stage, or another schedule."""
     planner, plan = evaluator.planner, evaluator.plans[start]
-    if planner.acts_of(start) * plan.num_stages > _MOST_OF_A_ROUND:
-        return
     start = replace(start.opened(), schedule=plan.schedule, choices=choices_of(plan.stages))
-    constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
-    shares = [-(-start.num_micro_batches // count) for count in counts]
-    has_fixed_depths = constraints.in_flight or start.schedule == "gpipe"
-    options = list[list[Choices]]()
+    constraints, chosen = planner.problem.constraints, start.choices
+    shares = [-(-start.num_micro_batches // len(ranks)) for ranks in start.ranks]
     for stage, ((_, now), share) in enumerate(zip(chosen, shares, strict=True)):
         near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
-        depths = [now] if has_fixed_depths else sorted(near, reverse=True)
-        options.append(list(product(_recompute_choices(evaluator, start, stage), depths)))
-        for each in options[-1]:
+        depths = [now] if constraints.in_flight or start.schedule == "gpipe" else sorted(near, reverse=True)
+        for each in product(_recompute_choices(evaluator, start, stage), depths):
             yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
     is_full = all(depth >= share for (_, depth), share in zip(chosen, shares, strict=True))
-    known = [schedule for _, schedule in variants(planner.problem, len(counts), start.is_interleaved)]
+    known = [schedule for _, schedule in variants(planner.problem, len(shares), start.is_interleaved)]
     for schedule in dict.fromkeys([*known, "gpipe"] if constraints.schedule == "auto" else known):
         if schedule != "gpipe" or is_full:
             yield replace(start, schedule=schedule)
-    near_now = [
-        [each for each in some if each[0] == now[0] and abs(each[1] - now[1]) <= 1]
-        for some, now in zip(options, chosen, strict=True)
-    ]
-    every = tuple(range(len(chosen)))
-    together = [every] if math.prod(map(len, near_now)) <= _MOST_TOGETHER else list(combinations(every, 2))
-    if sum(math.prod(len(near_now[stage]) for stage in stages) for stages in together) <= _MOST_TOGETHER:
-        for stages in together:
-            for some in product(*[near_now[stage] for stage in stages]):
-                changed = dict(zip(stages, some, strict=True))
-                yield replace(start, choices=tuple(changed.get(stage, chosen[stage]) for stage in every))
 
 
 def _recompute_choices(evaluator: Evaluator, start: Candidate, stage: int) -> tuple[bool, ...]:

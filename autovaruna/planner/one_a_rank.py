@@ -18,6 +18,7 @@ from autovaruna.planner.search_space import (
     layouts,
     micro_batch_counts,
     rank_orders,
+    spread,
     stage_limit,
 )
 from autovaruna.schedule.pipeline import share_of
@@ -57,7 +58,7 @@ def grids(evaluator: Evaluator, every: Iterable[Grid], near: float, most_acts: f
         candidates = _cut(planner, grid) if is_open and num_stages >= _fewest_stages(planner, count) else []
         if candidates and planner.acts_of(candidates[0]) <= most_acts:
             below = evaluator.least_seconds * near
-            for candidate in evaluator.few_if_long(candidates):
+            for candidate in candidates:
                 yield candidate, below
                 below = min(below, evaluator.seconds_of(candidate))
 
@@ -95,8 +96,8 @@ def _spread(most: int, num_ranks: int) -> list[int]:
     """Returns all numbers of stages, or of many those that leave no rank over and others, evenly spaced in ratio."""
     if most <= _MOST_GRIDS:
         return list(range(1, most + 1))
-    spread = {round(most ** (k / (_MOST_GRIDS - 1))) for k in range(_MOST_GRIDS)}
-    return sorted(spread | {count for count in range(1, most + 1) if num_ranks % count == 0})
+    apart = spread(1, most, most ** (1 / _MOST_GRIDS))
+    return sorted({*apart, *(count for count in range(1, most + 1) if num_ranks % count == 0)})
 
 
 def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:

@@ -34,8 +34,8 @@ Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 BUDGET = 3_000_000
 """Acts of the simulator that a search may take: a count, so that a search ends alike on every machine."""
-_OF_WHAT_IS_LEFT = 0.125
-"""Of the budget, what each stream of candidates may take."""
+_OF_WHAT_IS_LEFT, _WITH_NO_PLAN = 0.125, 0.5
+"""Of the budget that is left, what each stream of candidates may take: once a plan fits, and before."""
 _MOST_OF_A_ROW = 60_000
 """Acts that the simulation of a choice may take that is far from the best, and only a row of the table."""
 _WORTH_SHARING = 0.98
@@ -151,14 +151,15 @@ class _Search:
 
     def _try(self, what: str, trials: Iterator[Trial]) -> None:
         """Simulates candidates of a stream, which ends with its part of the budget."""
-        left = _OF_WHAT_IS_LEFT * (BUDGET - self.planner.num_acts)
+        left, spent = BUDGET - self.planner.num_acts, 0.0
         for candidate, below in trials:
             begun = self.planner.num_acts
-            if self.planner.count_candidate() > begun + left:
+            if spent > left * (_OF_WHAT_IS_LEFT if self.evaluator.best else _WITH_NO_PLAN):
                 break
+            self.planner.count_candidate()
             self.progress(what, min(begun / BUDGET, 1.0))
             self.evaluator.attempt(candidate, below)
-            left -= self.planner.num_acts - begun
+            spent += self.planner.num_acts - begun
 
     def _simplest(self) -> Plan:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""

@@ -51,8 +51,6 @@ def several_a_rank(evaluator: Evaluator) -> Iterator[Trial]:
             break
         for candidate in cuts_of(planner, shape):
             yield candidate, evaluator.least_seconds * NEAR
-            if evaluator.is_long(candidate) and not evaluator.found(candidate):
-                break
 
 
 def is_open(evaluator: Evaluator) -> bool:
