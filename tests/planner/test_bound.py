@@ -11,6 +11,8 @@ from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.bound import bound_of_all
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import OptimizerCost
 from tests.planner.brute import ONE_A_RANK, every_plan, small_problem
@@ -50,13 +52,21 @@ def drawn(kind: str, seed: int) -> Problem:
     if kind == "counters":
         return with_counters(make_uneven(make_problem(5, 3, 4, seed, skips=dice.randint(0, 2)), dice))
     problem = make_uneven(small_problem(seed), dice, dice.randint(1, 3))
+    if kind == "stages":
+        each = make_uneven(make_problem(5, 3, dice.randint(3, 6), seed), dice)
+        return constrained(each, num_stages=dice.randint(2, 3), num_replicas=dice.choice([0, 0, 1]))
     if kind == "sharing":
         cost = OptimizerCost(1e-4, dice.choice([0.0, 1e-8, 1e-7]))
         return replace(problem, shares_state=True, optimizer_bytes_factor=2.0, optimizer_cost=cost)
     return forced(problem, dice)
 
 
-@pytest.mark.parametrize("kind", ["forced", "counters", "sharing"])
+def is_asked_for(plan: Plan, problem: Problem) -> bool:
+    stages, replicas = problem.constraints.num_stages, problem.constraints.num_replicas
+    return stages in (0, plan.num_stages) and all(replicas in (0, len(stage.ranks)) for stage in plan.stages)
+
+
+@pytest.mark.parametrize("kind", ["forced", "counters", "sharing", "stages"])
 @pytest.mark.parametrize("start", some(range(0, 160, 40), 1))
 def test_no_plan_beats_it(kind: str, start: int) -> None:
     """Counters are blocks that need nothing."""
@@ -65,4 +75,12 @@ def test_no_plan_beats_it(kind: str, start: int) -> None:
         least = bounds(problem)
         is_ordered = kind == "counters"
         for plan in every_plan(problem, is_ordered=is_ordered, schedules=ONE_A_RANK):
+            if not is_asked_for(plan, problem):
+                continue
             assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
+
+
+def test_a_chain_of_stages_that_was_decided_on_comes_near_it() -> None:
+    """All work over all ranks would be a fourth less, of two stages and four micro-batches."""
+    problem = make_problem(40, 2, 4, num_stages=2, num_micro_batches=4)
+    assert 0 <= make_plan(problem).gap < 0.03
