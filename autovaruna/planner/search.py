@@ -32,7 +32,7 @@ from autovaruna.planner.tiny import NEAR_TO_BEGIN, every_order, every_place, eve
 
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
-BUDGET = 3_000_000
+BUDGET = 2_500_000
 """Acts of the simulator that a search may take: a count, so that a search ends alike on every machine."""
 _OF_WHAT_IS_LEFT, _WITH_NO_PLAN = 0.125, 0.5
 """Of the budget that is left, what each stream of candidates may take: once a plan fits, and before."""

@@ -21,7 +21,7 @@ Groups = tuple[float, Ranks, int]
 """About the seconds of a step with one stage on each group of ranks, the groups, and M."""
 WORTH = 0.995
 """A plan with several stages a rank has to take less than this share of the best seconds with one."""
-MOST_SHAPES = 400
+_MOST_SHAPES = 400
 """Of which a bound is taken."""
 _EVERY = 4
 """Up to so many rounds every number is tried, there and back too; in so many groups some may have a stage more."""
@@ -46,7 +46,7 @@ def several_a_rank(evaluator: Evaluator) -> Iterator[Trial]:
     if forced_stages(planner.problem):
         known = even_groups(planner)
     shapes = shapes_on(planner, known, lambda num_groups: patterns(planner, num_groups)) if is_open(evaluator) else []
-    for shape in sorted(shape._replace(seconds=_bound(planner, shape)) for shape in shapes[:MOST_SHAPES]):
+    for shape in sorted(shape._replace(seconds=_bound(planner, shape)) for shape in shapes[:_MOST_SHAPES]):
         if shape.seconds >= evaluator.least_seconds * NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
             break
         for candidate in cuts_of(planner, shape):

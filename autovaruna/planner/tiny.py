@@ -11,7 +11,6 @@ from autovaruna.planner.evaluator import NEAR, Evaluator, Trial
 from autovaruna.planner.problem import forced_stages
 from autovaruna.planner.search_space import in_a_row, micro_batch_counts, rank_orders, stage_limit, stages_per_rank
 from autovaruna.planner.several_a_rank import (
-    MOST_SHAPES,
     Groups,
     Pattern,
     cuts_of,
@@ -29,6 +28,8 @@ _FEW_RANKS = 4
 """Up to so many come in unequal groups, too."""
 _FEW = 6
 """So many stages may come in every order (31 at most); if there are no more ways to cut the segments, each is tried."""
+_MOST_SHAPES = 1500
+"""With several stages a rank, of which bounds are taken."""
 NEAR_TO_BEGIN = 1.25
 """Moves begin from plans that take no more than so many times the least seconds."""
 
@@ -61,7 +62,7 @@ def every_order(evaluator: Evaluator) -> Iterator[Trial]:
     """Yields several stages a rank on groups in any order, with all cuts if these are few, the least bounds first."""
     planner, found = evaluator.planner, dict[Candidate, float]()
     shapes = shapes_on(planner, _every_group(planner), lambda count: _patterns(planner, count))
-    for shape in shapes[:MOST_SHAPES] if is_open(evaluator) else ():
+    for shape in shapes[:_MOST_SHAPES] if is_open(evaluator) else ():
         inner = combinations(range(1, planner.tables.num_segments), len(shape.pattern) - 1)
         is_few = math.comb(planner.tables.num_segments - 1, len(shape.pattern) - 1) <= _FEW
         some = list(cuts_of(planner, shape))
