@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 from autovaruna.planner.candidate import Candidate, Planner
@@ -45,36 +46,46 @@ def every_place(candidate: Candidate) -> Hashable:
 
 
 def every_split(evaluator: Evaluator) -> Iterator[Trial]:
-    """Yields all cuts and replicas in all orders of ranks, for all M, if they are few."""
+    """Yields all cuts and replicas in all orders of ranks, for all M, if they are few, the least bounds first."""
     problem, segments = evaluator.planner.problem, evaluator.planner.tables.num_segments
     num_ranks, most, forced = problem.cluster.num_ranks, stage_limit(problem, segments), forced_stages(problem)
     orders, counts = rank_orders(problem), micro_batch_counts(problem)
     is_few = 2 ** (num_ranks + segments) * len(orders) * len(counts) <= _MOST_PLANS
     splits = list(_splits(num_ranks)) if is_few and not problem.constraints.num_replicas else []
-    for count, order, replicas in product(counts, orders, splits):
-        if forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count:
-            ranks = in_a_row(problem, order, replicas)
-            for inner in combinations(range(1, segments), len(replicas) - 1):
-                yield Candidate((0, *inner), ranks, count), evaluator.least_seconds * NEAR
+    return _by_bound(
+        evaluator,
+        (
+            Candidate((0, *inner), in_a_row(problem, order, replicas), count)
+            for count, order, replicas in product(counts, orders, splits)
+            if forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count
+            for inner in combinations(range(1, segments), len(replicas) - 1)
+        ),
+    )
 
 
 def every_order(evaluator: Evaluator) -> Iterator[Trial]:
     """Yields several stages a rank on groups in any order, with all cuts if these are few, the least bounds first."""
-    planner, found = evaluator.planner, dict[Candidate, float]()
+    planner, segments = evaluator.planner, evaluator.planner.tables.num_segments
     shapes = shapes_on(planner, _every_group(planner), lambda count: _patterns(planner, count))
+    found = list[Candidate]()
     for shape in shapes[:_MOST_SHAPES] if is_open(evaluator) else ():
-        inner = combinations(range(1, planner.tables.num_segments), len(shape.pattern) - 1)
-        is_few = math.comb(planner.tables.num_segments - 1, len(shape.pattern) - 1) <= _FEW
-        some = list(cuts_of(planner, shape))
-        some += [Candidate((0, *each), some[0].ranks, some[0].num_micro_batches) for each in (inner if is_few else ())]
-        for candidate in some:
-            plan = planner.build(candidate, (math.inf,) * planner.problem.cluster.num_ranks)
-            found[candidate] = planner.bound(plan) if plan else math.inf
+        found += cuts_of(planner, shape)
+        if math.comb(segments - 1, len(shape.pattern) - 1) <= _FEW:
+            inner = combinations(range(1, segments), len(shape.pattern) - 1)
+            found += [replace(found[-1], starts=(0, *each)) for each in inner]
+    return _by_bound(evaluator, found)
+
+
+def _by_bound(evaluator: Evaluator, candidates: Iterable[Candidate]) -> Iterator[Trial]:
+    """Yields candidates, with all memory those first that no schedule makes slow."""
+    planner, found = evaluator.planner, dict[Candidate, float]()
+    for candidate in candidates:
+        plan = planner.build(candidate, (math.inf,) * planner.problem.cluster.num_ranks)
+        found[candidate] = planner.bound(plan) if plan else math.inf
     for candidate, bound in sorted(found.items(), key=lambda each: each[1]):
-        below = evaluator.least_seconds * NEAR
-        if bound >= below:
+        if bound >= evaluator.least_seconds * NEAR:
             break
-        yield candidate, below
+        yield candidate, evaluator.least_seconds * NEAR
 
 
 def _every_group(planner: Planner) -> Iterator[Groups]:
