@@ -24,9 +24,6 @@ _STEPS = (64, 32, 16, 8, 4, 2, 1)
 """Segments that a cut is moved by: the farthest first, since what crosses may be much less at a place far away."""
 _RATIO = 1.5
 """Of many depths, each that is tried is greater than the one before by this."""
-_MOST_TOGETHER = 2560
-"""Ways to change a little how deep all stages are, or two of them, of which all are tried."""
-
 Move = Callable[[Evaluator, Candidate], Iterator[Candidate]]
 """Yields candidates that differ little from one."""
 
@@ -135,46 +132,21 @@ def _changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
             yield tuple((*moved[k], rank) if k == t else moved[k] for k in range(num_stages))
 
 
-def _chosen(evaluator: Evaluator, start: Candidate) -> tuple[Candidate, list[int]]:
-    """Returns a candidate that says what its stages hold, and the most micro-batches of each."""
-    plan = evaluator.plans[start]
-    shares = [-(-start.num_micro_batches // len(ranks)) for ranks in start.ranks]
-    return replace(start.opened(), schedule=plan.schedule, choices=choices_of(plan.stages)), shares
-
-
 def _move_choices(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates with another depth or recompute of one stage, or another schedule."""
-    problem, (start, shares) = evaluator.planner.problem, _chosen(evaluator, start)
-    chosen = start.choices
+    """Yields candidates that say what their stages hold, with other choices of one stage, or another schedule."""
+    constraints, plan = evaluator.planner.problem.constraints, evaluator.plans[start]
+    start = replace(start.opened(), schedule=plan.schedule, choices=choices_of(plan.stages))
+    chosen, shares = start.choices, [-(-start.num_micro_batches // len(ranks)) for ranks in start.ranks]
     for stage, ((_, now), share) in enumerate(zip(chosen, shares, strict=True)):
         near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
-        depths = [now] if _has_fixed_depths(evaluator, start) else sorted(near, reverse=True)
+        depths = [now] if constraints.in_flight or start.schedule == "gpipe" else sorted(near, reverse=True)
         for each in product(_recompute_choices(evaluator, start, stage), depths):
             yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
     is_full = all(depth >= share for (_, depth), share in zip(chosen, shares, strict=True))
-    known = [schedule for _, schedule in variants(problem, len(shares), start.is_interleaved)]
-    for schedule in dict.fromkeys([*known, "gpipe"] if problem.constraints.schedule == "auto" else known):
+    known = [schedule for _, schedule in variants(evaluator.planner.problem, len(shares), start.is_interleaved)]
+    for schedule in dict.fromkeys([*known, "gpipe"] if constraints.schedule == "auto" else known):
         if schedule != "gpipe" or is_full:
             yield replace(start, schedule=schedule)
-
-
-def _has_fixed_depths(evaluator: Evaluator, start: Candidate) -> bool:
-    return evaluator.planner.problem.constraints.in_flight > 0 or start.schedule == "gpipe"
-
-
-def _move_depths(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
-    """Yields depths near those of all stages, or of two, where these are few: one alone may be of no use."""
-    start, shares = _chosen(evaluator, start)
-    near = [
-        [(again, each) for each in range(max(depth - 1, 1), min(depth + 1, share) + 1)]
-        for (again, depth), share in zip(start.choices, shares, strict=True)
-    ]
-    every = tuple(range(len(near)))
-    together = [every] if 3 ** len(near) <= _MOST_TOGETHER else list(combinations(every, 2))
-    for stages in [] if _has_fixed_depths(evaluator, start) or 9 * len(together) > _MOST_TOGETHER else together:
-        for some in product(*[near[stage] for stage in stages]):
-            changed = dict(zip(stages, some, strict=True))
-            yield replace(start, choices=tuple(changed.get(stage, start.choices[stage]) for stage in every))
 
 
 def _recompute_choices(evaluator: Evaluator, start: Candidate, stage: int) -> tuple[bool, ...]:
@@ -188,4 +160,4 @@ def _recompute_choices(evaluator: Evaluator, start: Candidate, stage: int) -> tu
     return sized.recompute_choices[:1] if fits else sized.recompute_choices
 
 
-MOVES = (_move_cuts, _move_counts, _move_groups, _move_ranks, _move_choices, _move_depths)
+MOVES = (_move_cuts, _move_counts, _move_groups, _move_ranks, _move_choices)

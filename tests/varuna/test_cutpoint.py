@@ -120,7 +120,6 @@ def test_only_cuts_at_cut_points_alone_and_names_those_that_are_none(caplog: pyt
     with pytest.raises(PlanError, match=r"allows 2.*b is none: it is broken"):
         make_plan(problem)
     assert "the CutPoint b cannot be a cut: it is broken" in caplog.text
-    assert Constraints(cutpoints="only").has_fixed_places
 
 
 def test_prefer_cuts_there_unless_elsewhere_is_better_by_the_margin_or_cut_points_are_too_few() -> None:
