@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
@@ -18,8 +18,6 @@ NEAR, NEAR_OF_A_FORMULA = 1.06, 1.1
 """What takes no more than so many times the least seconds is looked at: by a simulation, or by a formula or a bound."""
 Trial = tuple[Candidate, float]
 """A candidate, and the seconds that it has to beat."""
-Variant = tuple[str, str]
-"""A rule for depths, and a schedule."""
 
 
 class Evaluator:
@@ -84,7 +82,7 @@ class Evaluator:
         """Returns the fastest plan of a candidate in its variants, and which that is; None if none fits in time."""
         best, bounds = None, dict[tuple[bool, ...], float]()
         best_variant, built = candidate, list[tuple[Candidate, Plan]]()
-        for each, plan in self._plans(candidate, self._variants(candidate)):
+        for each, plan in self._plans(candidate):
             if any(plan == other for _, other in built):
                 continue  # With few micro-batches, or little memory, variants are alike.
             built.append((each, plan))
@@ -123,17 +121,12 @@ class Evaluator:
                 return replace(built, predicted_seconds=seconds) if seconds < below else None
         return None
 
-    def _variants(self, candidate: Candidate) -> list[Variant]:
-        """Returns the depths and schedules to simulate."""
-        if candidate.is_fixed:
-            return [(candidate.depth, candidate.schedule)]
-        return variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
-
-    def _plans(self, candidate: Candidate, choices: Sequence[Variant]) -> Iterator[tuple[Candidate, Plan]]:
-        """Yields a candidate in some variants, with its plan; plans may be alike."""
+    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields a candidate in all its variants, or the one that it says, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
+        every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
         built: dict[tuple[str, bool], Plan | None] = {}
-        for depth, schedule in choices:
+        for depth, schedule in [(candidate.depth, candidate.schedule)] if candidate.is_fixed else every:
             variant = replace(candidate, depth=depth, schedule=schedule, is_fixed=True)
             key = depth, schedule == "gpipe"
             if key not in built:
