@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,6 @@ from autovaruna.planner.problem import (
     most_stages_per_rank,
 )
 from autovaruna.profiler.records import Cluster
-
-_log = logging.getLogger(__name__)
 
 Ranks = tuple[tuple[int, ...], ...]
 """The ordered ranks of each stage."""
