@@ -1,4 +1,4 @@
-"""Compares plans with what a person would pick, and with RaNNC's rule: simulated step times, the proven bound beside.
+"""Compares plans with what a person would pick, and with RaNNC's rule: simulated step times, the bound beside.
 
     python benchmarks/plans.py [--ranks 4 8] [--models GPT ...]
 
@@ -25,11 +25,11 @@ from autovaruna.graph.trace import trace
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.partition import partition_chain
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
-from autovaruna.planner.shapes import partition_chain
 from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=[subject.name for subject in SUBJECTS])
     options = parser.parse_args(arguments)
     ways = ("equal layers", "equal parameters", "equal FLOPs", "RaNNC's rule")
-    print("seconds of each over ours; bound: ours over the proven bound")
+    print("seconds of each over ours; bound: ours over the bound")
     print(
         f"{'model':<9} {'N':>2} {'memory':>6} {'ours ms':>8} {'plan':<28} "
         + " ".join(f"{w:>16}" for w in ways)

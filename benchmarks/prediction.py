@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 if TYPE_CHECKING:
+    from autovaruna.planner.problem import Problem
+    from autovaruna.planner.records import Plan
     from autovaruna.ranks.world import World
 
 MOST_DRIFT, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 40
@@ -256,7 +258,6 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, num_again: int, ou
 
 def predicting_anew(wrapped: Any, optimizer: Any, batch: tuple[Any, ...], samples: int) -> Callable[[], float]:
     """Returns what predicts the seconds of a plan that runs, by what it measures when it is called. Collective."""
-    from autovaruna.planner.candidate import priced
     from autovaruna.session.preparation import FirstCall
     from autovaruna.session.shared_call import BatchNumbers, SharedCall, input_groups
 
@@ -265,7 +266,7 @@ def predicting_anew(wrapped: Any, optimizer: Any, batch: tuple[Any, ...], sample
     shared = SharedCall(traced.call, batch, 0, input_groups(settings, world.num_ranks), numbers)
     call = FirstCall(traced, shared, wrapped._wrapped, optimizer, settings, world)
     factor = float(wrapped.preparation.fingerprint.settings["optimizer_bytes_factor"])
-    return lambda: priced(plan, replace(call.problem(factor), shares_state=plan.shares_state)).predicted_seconds
+    return lambda: priced(plan, call.problem(factor)).predicted_seconds
 
 
 def take_turns(
@@ -293,6 +294,21 @@ def take_turn(predict: Callable[[], float], step: Callable[[], float], world: Wo
     seconds = [slowest(step(), world) for _ in range(STEPS_OF_A_TURN)]
     references.append(reference_seconds(world))
     return Turn(predicted, median(seconds), references)
+
+
+def priced(plan: Plan, problem: Problem) -> Plan:
+    """Returns the plan as it is predicted for a problem; nothing is searched."""
+    from autovaruna.planner.arrays import RangeTables
+    from autovaruna.planner.candidate import Candidate, Planner
+    from autovaruna.planner.rank_memory import choices_of
+
+    problem = replace(problem, shares_state=plan.shares_state)
+    starts = [stage.blocks[0] for stage in plan.stages]
+    planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))
+    ranks, choices = tuple(stage.ranks for stage in plan.stages), choices_of(plan.stages)
+    starts_of = tuple(range(plan.num_stages))
+    candidate = Candidate(starts_of, ranks, plan.num_micro_batches, schedule=plan.schedule, choices=choices)
+    return planner.predict_whole(planner.put_together(candidate, planner.fixed_options(candidate)))
 
 
 def reference_seconds(world: World) -> float:

@@ -66,7 +66,6 @@ KEPT = {
     "mpi/test_varuna.py::test_a_run_that_sigusr1_stops_goes_on_on_other_ranks": 0,
     "mpi/test_world.py::test_messages_larger_than_an_int_counts": 0,
     "planner/test_bound.py::test_no_plan_beats_it": 2,
-    "planner/test_cost_model.py::test_by_its_own_profile_a_plan_takes_what_it_was_planned_to_take": 1,
     "planner/test_every_depth.py": 0,
     "planner/test_forced.py::test_more_stages_than_ranks_are_several_a_rank": 0,
     "planner/test_forced.py::test_stage_ranks": 4,

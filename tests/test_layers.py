@@ -18,7 +18,7 @@ from autovaruna._torch import FakeTensor, FakeTensorMode
 
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
-    *("errors", "config", "log", "_torch", "interception", "ranks", "graph", "profiler", "schedule", "planner"),
+    *("errors", "config", "log", "heap", "_torch", "interception", "ranks", "graph", "profiler", "schedule", "planner"),
     *("stage", "evidence", "runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands"),
     "__main__",
 ]

@@ -113,24 +113,6 @@ class Flow:
             slack[p] = min(slack[p - 1], fill[p] - work[p])
         return np.array(fill)
 
-    def neighbour_bytes(self, micro_batch_size: float) -> Array:
-        """Returns, for each block p, the bytes of values that block p - 1 has and p uses, which cross a cut there."""
-        users, fixed, each = self._neighbours
-        return np.asarray(np.bincount(users, fixed + each * micro_batch_size, self.num_blocks + 1), dtype=np.float64)
-
-    @cached_property
-    def _neighbours(self) -> tuple[Array, Array, Array]:
-        """Uses of values that the block before has: the block, and the bytes, fixed ones and for each sample."""
-        found = [
-            (user, value.size.fixed_bytes, value.size.sample_bytes)
-            for value in self.values
-            for holders in [{value.producer, *value.consumers}]
-            for user in value.consumers
-            if user - 1 in holders
-        ]
-        users, fixed, each = np.array(found, dtype=np.float64).reshape(-1, 3).T
-        return users.astype(np.int64), fixed, each
-
     def longest_path(self, block_seconds: Array) -> list[int]:
         """Returns the blocks of the path along the values, each block before the next, that takes longest."""
         seconds, origin = block_seconds.tolist(), [-1] * self.num_blocks

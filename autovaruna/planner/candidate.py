@@ -14,7 +14,7 @@ from autovaruna.planner.costs import SizedProblem, StageFormula
 from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
+from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth
 
@@ -23,15 +23,15 @@ _ACTS_OF_A_CANDIDATE = 100
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
-_TINY = 100
-"""Ranks times segments of a problem that is searched more fully."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Where the stages start (in segments), their ranks, and M; `depth` and `schedule` are names.
 
-    `choices` says what each stage holds, in place of a rule for depths that memory bounds; empty: nothing.
+    Attributes:
+        choices: what each stage holds, in place of a rule for depths that memory bounds; empty: nothing.
+        is_fixed: whether this depth and this schedule alone are to be tried, not all that there are.
     """
 
     starts: tuple[int, ...]
@@ -40,11 +40,16 @@ class Candidate:
     depth: str = "textbook"
     schedule: str = "1f1b"
     choices: tuple[Choices, ...] = ()
+    is_fixed: bool = False
 
     @property
     def is_interleaved(self) -> bool:
         """Whether ranks hold several stages."""
         return len(set().union(*self.ranks)) < sum(map(len, self.ranks))
+
+    def opened(self) -> Candidate:
+        """Returns the candidate without what it says of depths, schedule and what stages hold."""
+        return Candidate(self.starts, self.ranks, self.num_micro_batches)
 
 
 class Planner:
@@ -68,11 +73,6 @@ class Planner:
     def num_acts(self) -> float:
         """What the search took so far, in acts of the simulator: a count, so that it is the same everywhere."""
         return self.predictor.num_acts
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether cuts and ranks are so few that what a formula says of them means little."""
-        return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
 
     def count_candidate(self) -> float:
         """Counts a candidate that is looked at or built, and returns `num_acts`."""
@@ -240,21 +240,3 @@ class Planner:
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:
     starts, behind = candidate.starts, stage + 1
     return starts[stage], starts[behind] if behind < len(starts) else tables.num_segments
-
-
-def priced(plan: Plan, problem: Problem) -> Plan:
-    """Returns a plan with the seconds and bytes that another problem predicts for it; nothing is searched.
-
-    Its stages, ranks, depths and schedule stay; the problem has the same graph and batch.
-    """
-    starts = [stage.blocks[0] for stage in plan.stages]
-    planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))
-    candidate = Candidate(
-        tuple(range(plan.num_stages)),
-        tuple(stage.ranks for stage in plan.stages),
-        plan.num_micro_batches,
-        schedule=plan.schedule,
-        choices=choices_of(plan.stages),
-    )
-    whole = planner.predict_whole(planner.put_together(candidate, planner.fixed_options(candidate)))
-    return replace(whole, is_measured=problem.profile.is_measured)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -48,18 +48,6 @@ class AllReduces:
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
 
 
-class Waits(NamedTuple):
-    """Seconds by block p, one entry more for the end of the graph.
-
-    Attributes:
-        before: of a stage that starts at p, before its first forward.
-        after: of a stage that starts at p, after its last backward, until the step ends.
-    """
-
-    before: Array
-    after: Array
-
-
 @dataclass(frozen=True)
 class SizedProblem:
     """A problem at M micro-batches.
@@ -81,12 +69,6 @@ class SizedProblem:
         """The mean number of samples of a micro-batch."""
         return self.problem.global_batch_size / self.num_micro_batches
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether stages start where segments do and nowhere else."""
-        problem = self.problem
-        return problem.constraints.has_fixed_places or self.tables.num_segments == len(problem.graph.blocks)
-
     @cached_property
     def costs(self) -> Costs:
         """The cost of each block, at the mean micro-batch size (bytes are those of the greatest one)."""
@@ -104,19 +86,14 @@ class SizedProblem:
         return costs if self.problem.needs_gradient else np.zeros_like(costs)
 
     @cached_property
-    def waits(self) -> Waits:
-        """The least waits of stages for others, on the fastest ranks and links, with one stage a rank."""
-        problem, costs, cluster = self.problem, self.costs, self.problem.cluster
-        flow, back, speed = problem.flow, problem.gradient_flow, max(cluster.speeds)
-        latency, bandwidth = _fastest_link(cluster)
-        there = latency + flow.neighbour_bytes(self.micro_batch_size) / bandwidth
-        again = latency + back.neighbour_bytes(self.micro_batch_size) / bandwidth
-        before = np.append(flow.fill_seconds(costs.forward_seconds / speed), 0.0)
-        after = np.append(back.fill_seconds(self.backward_seconds / speed), 0.0)
-        return Waits(
-            before=np.where(before > 0, before + there + cluster.overhead_seconds, 0.0),
-            after=np.where(after > 0, after + again + cluster.overhead_seconds, 0.0),
-        )
+    def waits(self) -> tuple[Array, Array]:
+        """What a stage that starts at each block waits for others on the fastest ranks, before its first forward and
+        after its last backward; one entry more for the end of the graph.
+        """
+        problem, speed = self.problem, max(self.problem.cluster.speeds)
+        before = problem.flow.fill_seconds(self.costs.forward_seconds / speed)
+        after = problem.gradient_flow.fill_seconds(self.backward_seconds / speed)
+        return np.append(before, 0.0), np.append(after, 0.0)
 
     @cached_property
     def work(self) -> Array:
@@ -218,7 +195,7 @@ class SizedProblem:
 class StageFormula:
     """Says about what a step takes that has some ranges as a stage, for all ranges; infinite: it does not fit.
 
-        first message | micro-batches: their work, or their messages | all-reduce and optimizer, or others' backwards
+        others' forwards | micro-batches: their work, or their messages | all-reduce and optimizer, or others' backwards
 
     The last is for the first stages alone. A rank with several stages gives each its part of time and memory.
     """
@@ -305,11 +282,3 @@ class StageFormula:
 def _forbid_empty(table: Array) -> Array:
     n = table.shape[0]
     return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)
-
-
-def _fastest_link(cluster: Cluster) -> tuple[float, float]:
-    """Returns the least latency between two ranks, and the greatest bytes a second."""
-    hosts = set(cluster.hosts)
-    links = [cluster.local_link] if len(hosts) < cluster.num_ranks or len(hosts) == 1 else []
-    links += [cluster.remote_link] if len(hosts) > 1 else []
-    return min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links)

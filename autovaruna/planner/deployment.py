@@ -23,10 +23,10 @@ from autovaruna.errors import AutoVarunaError, DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.log import readable
 from autovaruna.planner.arrays import Costs, RangeTables
+from autovaruna.planner.cut_points import resolve_cuts, stage_blocks
 from autovaruna.planner.prediction import RankOrders, pipeline_of, policy_of, representative
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
-from autovaruna.planner.search_space import resolve_cuts, stage_blocks
 from autovaruna.planner.stage_memory import HoldingsOfRanges, MemoryModel
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
@@ -38,7 +38,7 @@ GLOBAL_BATCH = "global batch"
 SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
     "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
     "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
-    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs", "compile_stages",
+    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs",
 )  # fmt: skip
 _OF_OPTIMIZER = {
     "optimizer_bytes_factor": "the optimizer's state for each byte of parameters",
@@ -46,6 +46,8 @@ _OF_OPTIMIZER = {
 }
 _GONE_SCHEDULE = "zero_bubble"
 """Files of version 0.2 may have it."""
+_GONE_SETTING = "compile_stages"
+"""Files of version 0.2 have it among the settings that shaped a plan."""
 _ROUNDING = 1e-6
 """Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
 logger = logging.getLogger(__name__)
@@ -121,7 +123,8 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
     if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
         sentences.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
-    settings = [parse(json.dumps(dict(each.settings), default=float)) for each in (saved, now)]  # tuples are lists
+    known = ({name: each.settings[name] for name in each.settings if name != _GONE_SETTING} for each in (saved, now))
+    settings = [parse(json.dumps(each, default=float)) for each in known]  # tuples are lists
     # These two follow from the optimizer, the model and the ranks: where one of those is another, so may they be.
     if saved.graph != now.graph or saved.num_ranks != now.num_ranks:
         settings = [{**each, **dict.fromkeys(_OF_OPTIMIZER)} for each in settings]
@@ -244,9 +247,7 @@ class _Stage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Predicted(msgspec.Struct):
     step_seconds: Amount
     bound_seconds: Amount
-    single_bound_seconds: Amount
     is_measured: bool
-    bound_proof: str
     local_link: _LinkRecord
     remote_link: _LinkRecord
     overhead_seconds: Amount

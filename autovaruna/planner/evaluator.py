@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
@@ -11,16 +11,13 @@ from autovaruna.planner.rank_memory import Choices, choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
-_LONG = 5_000
-"""Acts of a simulation that is long: with one rule for depths, and fitted by its depths alone."""
 _LOOSER = (math.inf, *(1.35 - 0.02 * step for step in range(18)))
 """By its depths, a plan that fits by its instructions may need so many times its limits."""
 
-Variant = tuple[str, str]
-"""A rule for depths, and a schedule."""
-
-Progress = Callable[[str, float], None]
-"""Is told what is being done and the share of it that is done (0 to 1)."""
+NEAR, NEAR_OF_A_FORMULA = 1.06, 1.1
+"""What takes no more than so many times the least seconds is looked at: by a simulation, or by a formula or a bound."""
+Trial = tuple[Candidate, float]
+"""A candidate, and the seconds that it has to beat."""
 
 
 class Evaluator:
@@ -28,61 +25,64 @@ class Evaluator:
 
     Attributes:
         best: the fastest plan so far.
-        plans: of each candidate that fits and was as fast as it had to be, its best plan.
-        was_cut_short: whether something was left out since its simulation is long, or the budget was spent.
+        plans: the plans that fit and were as fast as they had to be, by candidates that say their depth and schedule.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, *, has_every_variant: bool = False) -> None:
+        """Begins with nothing; `has_every_variant`: no depth and no schedule is left out, whatever a candidate says."""
         self.planner, self._loose = planner, [_LOOSER[1] * limit for limit in planner.limits]
+        self._has_every_variant = has_every_variant
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
-        self._seen: dict[tuple[Candidate, Sequence[Variant]], tuple[float, float]] = {}
-        self._best_variants: dict[Candidate, Variant] = {}
-        self.was_cut_short = False
+        self._seen: dict[Candidate, tuple[Candidate | None, float]] = {}
 
     @property
     def least_seconds(self) -> float:
         """The seconds of the best plan, infinite if there is none."""
         return self.best.predicted_seconds if self.best else math.inf
 
-    def attempt(self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None) -> float:
-        """Simulates a candidate by every schedule; returns its least seconds, infinite if they are not below `below`.
+    def found(self, candidate: Candidate) -> Candidate | None:
+        """Returns one of `plans`, what an attempt has found for a candidate; None: nothing that was fast enough."""
+        return self._seen.get(self._asked(candidate), (None, 0.0))[0]
 
-        One that says what its stages hold is simulated by its own schedule alone.
+    def seconds_of(self, candidate: Candidate) -> float:
+        """Returns the least seconds of a candidate, infinite if an attempt found nothing that was fast enough."""
+        found = self.found(candidate)
+        return self.plans[found].predicted_seconds if found else math.inf
 
-        Args:
-            like: one of `plans`: its schedule and its rule for depths are enough, unless the problem is tiny.
-        """
-        has_every_variant = candidate.choices or self.planner.is_tiny
-        variants = (self._best_variants[like],) if like in self._best_variants and not has_every_variant else ()
-        key = candidate, variants
-        found, limit = self._seen.get(key, (math.inf, -math.inf))
-        if found < math.inf or below <= limit:
-            return found
-        if candidate.choices:
-            self.planner.count_candidate()
-            built = self.planner.put_together(candidate, self.planner.fixed_options(candidate))
-            plan = self.planner.predict(built, below)
-            plan = plan if plan and self._fits(plan) else None
-        else:
-            plan = self._fastest(*key, below)
-        found = plan.predicted_seconds if plan else math.inf
-        self._seen[key] = found, below
-        if plan and (candidate not in self.plans or found < self.plans[candidate].predicted_seconds):
-            self.plans[candidate] = plan
-            self.best = plan if found < self.least_seconds else self.best
-        return found
+    def attempt(self, candidate: Candidate, below: float = math.inf) -> None:
+        """Simulates a candidate by every schedule, or the one that it says; keeps what takes less than `below`."""
+        asked = self._asked(candidate)
+        found, limit = self._seen.get(asked, (None, -math.inf))
+        if found or below <= limit:
+            return
+        variant, plan = self._of_choices(asked, below) if asked.choices else self._fastest(asked, below)
+        self._seen[asked] = self._seen[variant] = (variant if plan else None), below
+        if plan and plan.predicted_seconds < self._known_seconds(variant):
+            self.plans[variant] = plan
+            self.best = plan if plan.predicted_seconds < self.least_seconds else self.best
+
+    def _asked(self, candidate: Candidate) -> Candidate:
+        return candidate.opened() if self._has_every_variant and not candidate.choices else candidate
+
+    def _known_seconds(self, variant: Candidate) -> float:
+        return self.plans[variant].predicted_seconds if variant in self.plans else math.inf
+
+    def _of_choices(self, candidate: Candidate, below: float) -> tuple[Candidate, Plan | None]:
+        self.planner.count_candidate()
+        plan = self.planner.predict(self.planner.put_together(candidate, self.planner.fixed_options(candidate)), below)
+        return candidate, plan if plan and self._fits(plan) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Returns whether a plan fits, by its depths, or where these need more by its instructions."""
         limits = self.planner.limits
         return is_within(plan, limits) or is_within(self.planner.predict_whole(plan, is_quick=True), limits)
 
-    def _fastest(self, candidate: Candidate, variants: Sequence[Variant], below: float) -> Plan | None:
-        """Returns the fastest plan of a candidate in some variants, or in all; None if none fits or is fast enough."""
+    def _fastest(self, candidate: Candidate, below: float) -> tuple[Candidate, Plan | None]:
+        """Returns the fastest plan of a candidate in its variants, and which that is; None if none fits in time."""
         best, bounds = None, dict[tuple[bool, ...], float]()
-        best_variant, built = None, list[tuple[Candidate, Plan]]()
-        for each, plan in self._plans(candidate, variants or self._variants(candidate)):
+        best_variant, built = candidate, list[tuple[Candidate, Plan]]()
+        for each, plan in self._plans(candidate):
             if any(plan == other for _, other in built):
                 continue  # With few micro-batches, or little memory, variants are alike.
             built.append((each, plan))
@@ -94,14 +94,12 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, best_variant = predicted, predicted.predicted_seconds, each
-        if not self.planner.is_tiny:
-            built = [(best_variant, best)] if best and best_variant else built[:1]
-        for each, plan in () if self.is_long(candidate) else built:
+        if not self._has_every_variant:
+            built = [(best_variant, best)] if best else built[:1]
+        for each, plan in built:
             if found := self._with_all_memory(each, plan, below):
                 best, below, best_variant = found, found.predicted_seconds, each
-        if best_variant:
-            self._best_variants[candidate] = best_variant.depth, best_variant.schedule
-        return best
+        return best_variant, best
 
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
         """Returns a faster plan of a variant, whose depths need more than there is: stages do not hold all at once."""
@@ -123,39 +121,19 @@ class Evaluator:
                 return replace(built, predicted_seconds=seconds) if seconds < below else None
         return None
 
-    def _variants(self, candidate: Candidate) -> list[Variant]:
-        """Returns the depths and schedules to simulate; fewer where that takes long."""
-        every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
-        if not self.is_long(candidate):
-            return every
-        self.was_cut_short = True
-        return [each for each in every if each[0] == every[0][0]]
-
-    def _plans(self, candidate: Candidate, choices: Sequence[Variant]) -> Iterator[tuple[Candidate, Plan]]:
-        """Yields a candidate in some variants, with its plan; plans may be alike."""
+    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields a candidate in all its variants, or the one that it says, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        loose = [] if self.is_long(candidate) else self._loose
+        every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
         built: dict[tuple[str, bool], Plan | None] = {}
-        for depth, schedule in choices:
-            variant = replace(candidate, depth=depth, schedule=schedule)
+        for depth, schedule in [(candidate.depth, candidate.schedule)] if candidate.is_fixed else every:
+            variant = replace(candidate, depth=depth, schedule=schedule, is_fixed=True)
             key = depth, schedule == "gpipe"
             if key not in built:
-                built[key] = self.planner.build(variant) or (self.planner.build(variant, loose) if loose else None)
+                built[key] = self.planner.build(variant) or self.planner.build(variant, self._loose)
             plan = built[key]
             if plan and not (is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)):
                 yield variant, replace(plan, schedule=schedule)
-
-    def is_long(self, candidate: Candidate) -> bool:
-        """Returns whether a simulation of the candidate takes long."""
-        replicas = min(len(ranks) for ranks in candidate.ranks)
-        return 2 * candidate.num_micro_batches / replicas * len(candidate.starts) > _LONG
-
-    def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
-        if len(candidates) < 2 or not self.is_long(candidates[0]):
-            return candidates
-        bounds = {each: self.planner.bound(plan) for each in candidates if (plan := self.planner.build(each))}
-        return sorted(bounds, key=bounds.__getitem__)[:1]
 
     def best_of_each(self, kind: Callable[[Candidate], Hashable], near: float) -> list[Candidate]:
         """Returns the best of each kind that is not slower than `near` times the best, the fastest first."""

@@ -15,9 +15,9 @@ from autovaruna.log import readable
 from autovaruna.planner.arrays import Array, RangeTables
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.partition import partition_chain
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages
 from autovaruna.planner.search_space import Ranks, cut_positions
-from autovaruna.planner.shapes import partition_chain
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -54,7 +54,8 @@ def splits_that_fit(problem: Problem, tables: RangeTables, counts: Sequence[int]
     """Yields splits that fit, of as many micro-batches as may be: for a search that found none on ranks of its own."""
     for split in _splits(SizedProblem(problem, tables, max(counts))):
         if not split.missing_bytes(problem.cluster.memory_bytes):
-            yield Candidate(split.starts, split.ranks, max(counts))
+            schedule = {"auto": "1f1b"}.get(problem.constraints.schedule, problem.constraints.schedule)
+            yield Candidate(split.starts, split.ranks, max(counts), schedule=schedule, is_fixed=True)
 
 
 def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import combinations, permutations, product
 
-from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.evaluator import Evaluator
-from autovaruna.planner.problem import FEW_RANKS
-from autovaruna.planner.rank_memory import Choices, choices_of
-from autovaruna.planner.search_space import (
-    changed_ranks,
-    fewer_replicas,
-    nearby_counts,
-    spread,
-    stages_per_rank,
-    variants,
-)
-from autovaruna.planner.shapes import cut_for_ranks
+from autovaruna.planner.candidate import Candidate
+from autovaruna.planner.evaluator import Evaluator, Trial
+from autovaruna.planner.partition import cut_for_ranks
+from autovaruna.planner.problem import FEW_RANKS, Problem, micro_batch_range
+from autovaruna.planner.rank_memory import choices_of, peak_of
+from autovaruna.planner.search_space import Ranks, classes_of, spread, stages_per_rank, variants
 
+_MOST_STARTS = 24
+"""Moves begin from so many plans, at most."""
 BETTER = 0.9995
 """What a move has to save: a plan that is hardly faster is not worth the next simulations."""
 _NEARLY = 1.05
@@ -29,120 +24,140 @@ _STEPS = (64, 32, 16, 8, 4, 2, 1)
 """Segments that a cut is moved by: the farthest first, since what crosses may be much less at a place far away."""
 _RATIO = 1.5
 """Of many depths, each that is tried is greater than the one before by this."""
-_MOST_TOGETHER = 2560
-"""Ways to change a little what all stages hold, or two of them, of which all are tried."""
-_MOST_OF_A_ROUND = 200_000
-"""Acts of one change of what each stage holds: what takes more is not changed."""
-
-Move = Callable[[Planner, Candidate], Iterator[Candidate]]
+Move = Callable[[Evaluator, Candidate], Iterator[Candidate]]
 """Yields candidates that differ little from one."""
 
 
-def improve(
-    evaluator: Evaluator,
-    start: Candidate,
-    most_acts: float,
-    moves: Sequence[Move],
-    is_new: Callable[[Candidate], bool] = lambda candidate: True,
-) -> None:
-    """Changes a candidate until no move makes it better, or simulations took so many acts.
+def climbs(evaluator: Evaluator, kind: Callable[[Candidate], Hashable], near: float) -> Iterator[Iterator[Trial]]:
+    """Yields moves from the best plan of each kind that takes no more than `near` times the least, the fastest first.
 
-    Each kind of move is tried when those before it are of no use; after a success they begin anew. What is no news
-    has been changed before: no more is tried from there.
+    Moves end where they come to a kind from which others have begun: no more is tried from there.
     """
-    planner, seconds, kind = evaluator.planner, evaluator.plans[start].predicted_seconds, 0
-    limit = planner.num_acts + most_acts
-    while kind < len(moves):
-        for other in filter(is_new, moves[kind](planner, start)):
-            if planner.count_candidate() + planner.acts_of(other) > limit:
-                evaluator.was_cut_short = True
-                return
-            found = evaluator.attempt(other, seconds * (BETTER if other.choices else _NEARLY), like=start)
-            if found < seconds * BETTER:
-                start, seconds, kind = other, min(found, evaluator.attempt(other, found)), 0
+    begun = set[Hashable]()
+    for _ in range(_MOST_STARTS):
+        starts = (each for each in evaluator.best_of_each(kind, near) if kind(each) not in begun)
+        if (start := next(starts, None)) is None:
+            return
+        yield _climb(evaluator, start, lambda other: kind(other) not in begun)
+        begun.add(kind(start))
+
+
+def _climb(evaluator: Evaluator, start: Candidate, is_new: Callable[[Candidate], bool]) -> Iterator[Trial]:
+    """Yields changes of a candidate, then of what is better, until none is.
+
+    Each kind of move is tried when those before it are of no use; after a success they begin anew.
+    """
+    seconds, kind = evaluator.seconds_of(start), 0
+    while kind < len(MOVES):
+        for other in filter(is_new, MOVES[kind](evaluator, start)):
+            yield other, seconds * (BETTER if other.choices else _NEARLY)
+            if evaluator.seconds_of(other) < seconds * BETTER:
+                yield from [(other.opened(), evaluator.seconds_of(other))] if other.is_fixed else []
+                found = [evaluator.found(each) for each in (other, other.opened())]
+                start = min((each for each in found if each), key=evaluator.seconds_of)
+                seconds, kind = evaluator.seconds_of(start), 0
                 break
         else:
             kind += 1
 
 
-def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
+def _move_cuts(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
     """Yields candidates with one cut moved, by ever fewer segments."""
-    starts, bounds = start.starts, [*start.starts, planner.tables.num_segments]
+    starts, bounds = start.starts, [*start.starts, evaluator.planner.tables.num_segments]
     for step, s in product(_STEPS, range(1, len(starts))):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
                 yield replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
 
 
-def move_groups(planner: Planner, start: Candidate) -> Iterator[Candidate]:
+def _move_groups(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
     """Yields candidates with one stage on the ranks of others, where ranks hold several."""
-    most = stages_per_rank(planner.problem)
+    most = stages_per_rank(evaluator.planner.problem)
     for stage, other in product(range(len(start.ranks)), dict.fromkeys(start.ranks)) if start.is_interleaved else ():
         near = start.ranks[max(stage - 1, 0) : stage + 2]
         if other not in near and start.ranks.count(start.ranks[stage]) > 1 and start.ranks.count(other) < most:
-            yield replace(start, ranks=(*start.ranks[:stage], other, *start.ranks[stage + 1 :]), choices=())
+            yield _without_choices(replace(start, ranks=(*start.ranks[:stage], other, *start.ranks[stage + 1 :])))
 
 
-def move_counts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates with other numbers of micro-batches."""
-    for count in nearby_counts(planner.problem, start.num_micro_batches):
-        yield replace(start, num_micro_batches=count, choices=())
+def _move_counts(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
+    """Yields candidates with other numbers of micro-batches, close to that which was found good."""
+    problem, count = evaluator.planner.problem, start.num_micro_batches
+    (low, high), step = micro_batch_range(problem), problem.cluster.num_ranks
+    near = {count + change for change in (-2, -1, 1, 2)} | {math.ceil(count / 2), count * 2}
+    for other in sorted(near | {count // step * step, count // step * step + step}):
+        if low <= other <= high and other != count:
+            yield _without_choices(replace(start, num_micro_batches=other))
 
 
-def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates with ranks in other places, or fewer, with the same cuts and with those that suit them."""
-    groups = tuple(dict.fromkeys(start.ranks))
+def _move_ranks(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
+    """Yields candidates with ranks in other places, with the same cuts and with those that suit them."""
+    planner, groups = evaluator.planner, tuple(dict.fromkeys(start.ranks))
     pattern = [groups.index(ranks) for ranks in start.ranks]
-    changes = changed_ranks(planner.problem, groups)
-    for changed in chain(fewer_replicas(planner.problem, groups), changes):
-        ranks = tuple(changed[group] for group in pattern)
-        yield replace(start, ranks=ranks, choices=())
+    for changed in _changed_ranks(planner.problem, groups):
+        moved = _without_choices(replace(start, ranks=tuple(changed[group] for group in pattern)))
+        yield moved
         if planner.problem.cluster.num_ranks <= FEW_RANKS:
-            other = cut_for_ranks(planner, start.num_micro_batches, ranks)
-            if other:
-                yield other
+            suited = cut_for_ranks(planner, start.num_micro_batches, moved.ranks)
+            if suited:
+                yield replace(moved, starts=suited.starts)
 
 
-def move_choices(evaluator: Evaluator) -> Move:
-    """Returns the move that has stages hold more or less: by depths and recompute."""
-
-    def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-        plan = evaluator.plans[start]
-        if planner.acts_of(start) * plan.num_stages <= _MOST_OF_A_ROUND:
-            chosen = replace(start, schedule=plan.schedule, choices=choices_of(plan.stages))
-            yield from _changed_choices(planner, chosen)
-
-    return moved
+def _without_choices(candidate: Candidate) -> Candidate:
+    return candidate.opened() if candidate.choices else candidate
 
 
-def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule.
+def _changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
+    """Yields assignments that differ little: two stages or ranks change places, or one rank goes to another stage.
 
-    Where they are few, also with depths near those of all stages, or of two: one alone may be of no use.
+    Idle ranks are one more stage; one rank of each class stands for all of a stage.
     """
-    constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
-    shares = [-(-start.num_micro_batches // count) for count in counts]
-    has_fixed_depths = constraints.in_flight or start.schedule == "gpipe"
-    recompute, options = planner.sized(start.num_micro_batches).recompute_choices, list[list[Choices]]()
+    constraints, cluster = problem.constraints, problem.cluster
+    if constraints.stage_ranks:
+        return
+    classes, num_stages = classes_of(cluster), len(ranks)
+    used = {rank for stage in ranks for rank in stage}
+    groups = (*ranks, tuple(rank for rank in range(cluster.num_ranks) if rank not in used))
+    some = [tuple({classes[rank]: rank for rank in group}.values()) for group in groups]
+    for s, t in combinations(range(num_stages) if len(set(classes)) > 1 and num_stages <= FEW_RANKS else (), 2):
+        if len(ranks[s]) == len(ranks[t]):  # stages that share a parameter want to share a host
+            yield tuple(ranks[{s: t, t: s}.get(k, k)] for k in range(num_stages))
+    for s, t in combinations(range(num_stages + 1), 2):
+        for one, other in product(some[s], some[t]):
+            if classes[one] != classes[other]:
+                yield tuple(tuple({one: other, other: one}.get(rank, rank) for rank in stage) for stage in ranks)
+    for s, t in permutations((num_stages, *range(num_stages)), 2) if not constraints.num_replicas else ():
+        is_left = s == num_stages or len(groups[s]) > 1  # a stage keeps a rank
+        for rank in some[s] if is_left else ():
+            moved = [tuple(each for each in group if each != rank) for group in groups]
+            yield tuple((*moved[k], rank) if k == t else moved[k] for k in range(num_stages))
+
+
+def _move_choices(evaluator: Evaluator, start: Candidate) -> Iterator[Candidate]:
+    """Yields candidates that say what their stages hold, with other choices of one stage, or another schedule."""
+    constraints, plan = evaluator.planner.problem.constraints, evaluator.plans[start]
+    start = replace(start.opened(), schedule=plan.schedule, choices=choices_of(plan.stages))
+    chosen, shares = start.choices, [-(-start.num_micro_batches // len(ranks)) for ranks in start.ranks]
     for stage, ((_, now), share) in enumerate(zip(chosen, shares, strict=True)):
         near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
-        depths = [now] if has_fixed_depths else sorted(near, reverse=True)
-        options.append(list(product(recompute, depths)))
-        for each in options[-1]:
+        depths = [now] if constraints.in_flight or start.schedule == "gpipe" else sorted(near, reverse=True)
+        for each in product(_recompute_choices(evaluator, start, stage), depths):
             yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
     is_full = all(depth >= share for (_, depth), share in zip(chosen, shares, strict=True))
-    known = [schedule for _, schedule in variants(planner.problem, len(counts), start.is_interleaved)]
+    known = [schedule for _, schedule in variants(evaluator.planner.problem, len(shares), start.is_interleaved)]
     for schedule in dict.fromkeys([*known, "gpipe"] if constraints.schedule == "auto" else known):
         if schedule != "gpipe" or is_full:
             yield replace(start, schedule=schedule)
-    near_now = [
-        [each for each in some if each[0] == now[0] and abs(each[1] - now[1]) <= 1]
-        for some, now in zip(options, chosen, strict=True)
-    ]
-    every = tuple(range(len(chosen)))
-    together = [every] if math.prod(map(len, near_now)) <= _MOST_TOGETHER else list(combinations(every, 2))
-    if sum(math.prod(len(near_now[stage]) for stage in stages) for stages in together) <= _MOST_TOGETHER:
-        for stages in together:
-            for some in product(*[near_now[stage] for stage in stages]):
-                changed = dict(zip(stages, some, strict=True))
-                yield replace(start, choices=tuple(changed.get(stage, chosen[stage]) for stage in every))
+
+
+def _recompute_choices(evaluator: Evaluator, start: Candidate, stage: int) -> tuple[bool, ...]:
+    """Returns whether a stage may recompute, or not: not for no need, where it has memory for all its micro-batches."""
+    planner, ranks = evaluator.planner, start.ranks[stage]
+    sized = planner.sized(start.num_micro_batches)
+    share = -(-start.num_micro_batches // len(ranks))
+    whole = planner.fixed_options(start)[stage]._replace(in_flight=share, needs_recompute=False)
+    most = max(sum(rank in others for others in start.ranks) for rank in ranks)
+    fits = most * peak_of(sized, whole).num_bytes <= min(planner.limits[rank] for rank in ranks)
+    return sized.recompute_choices[:1] if fits else sized.recompute_choices
+
+
+MOVES = (_move_cuts, _move_counts, _move_groups, _move_ranks, _move_choices)

@@ -52,11 +52,6 @@ class Constraints:
     max_stages_per_rank: int = 0
     cutpoints: str = "ignore"
 
-    @property
-    def has_fixed_places(self) -> bool:
-        """Whether the user has said where cuts may lie."""
-        return bool(self.cuts) or self.cutpoints == "only"
-
 
 @dataclass(frozen=True)
 class Problem:

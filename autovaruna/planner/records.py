@@ -87,8 +87,7 @@ class Plan:
     """A complete plan of a step.
 
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
-    searched kind, `single_bound_seconds` over those with one stage a rank (0: none fits), and `bound_proof` says in one
-    sentence how they were proved. The links, `host_of` (a host number for each rank; empty: one host) and
+    searched kind (`bound.py`). The links, `host_of` (a host number for each rank; empty: one host) and
     `overhead_seconds` (of the executor, for each instruction) are those that the prediction was made with, as is
     `cores_per_rank`, less than 1 where ranks share cores: with them
     the plan alone gives the schedule, the same one on every rank. `is_measured` is False if the costs came from a
@@ -105,8 +104,6 @@ class Plan:
     schedule: str
     predicted_seconds: float = 0.0
     bound_seconds: float = 0.0
-    single_bound_seconds: float = 0.0
-    bound_proof: str = ""
     local_link: LinkCost = UNKNOWN_LINK
     remote_link: LinkCost = UNKNOWN_LINK
     host_of: tuple[int, ...] = ()

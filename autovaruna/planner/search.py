@@ -1,68 +1,43 @@
 """Searches the plans of a problem: every candidate is ranked by its simulated step time under the memory limit.
 
-    grids  ->  unequal replicas  ->  several stages a rank  ->  moves from the best  ->  the simplest  ->  its bound
+    grids  ->  unequal replicas  ->  several stages a rank  ->  all, if tiny  ->  moves from the best  ->  the simplest
 
 Also decides whether the replicas of a stage share the optimizer's state.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
-
-import numpy as np
+from itertools import chain
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import PlanError
 from autovaruna.planner.arrays import RangeTables
+from autovaruna.planner.bound import bound_of_all
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.evaluator import Evaluator, Progress
+from autovaruna.planner.cut_points import plan_with_cut_points
+from autovaruna.planner.evaluator import NEAR, NEAR_OF_A_FORMULA, Evaluator, Trial
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
-from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
-from autovaruna.planner.problem import Problem, check_problem, forced_stages
-from autovaruna.planner.proof import Proof
+from autovaruna.planner.local_search import climbs
+from autovaruna.planner.one_a_rank import Grid, grids, grids_of, on_given_ranks, unequal_replicas
+from autovaruna.planner.problem import Problem, check_problem
 from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
-from autovaruna.planner.search_space import (
-    cut_positions,
-    micro_batch_counts,
-    plan_with_cut_points,
-    stages_per_rank,
-    zoomed_positions,
-)
-from autovaruna.planner.shapes import (
-    CELLS,
-    Grid,
-    Shape,
-    candidates_of,
-    cut_for_ranks,
-    cut_grids,
-    even_seconds,
-    grids_of,
-    groups_of,
-    shapes_on,
-    unequal_replicas,
-    varied,
-)
+from autovaruna.planner.search_space import cut_positions, micro_batch_counts
+from autovaruna.planner.several_a_rank import several_a_rank
+from autovaruna.planner.tiny import NEAR_TO_BEGIN, every_order, every_place, every_split, is_tiny
 
-_log = logging.getLogger(__name__)
-
-BUDGET = 2_000_000
-"""Acts of the simulator that moves may take: a count, so that a search ends alike on every machine. An eighth is for
-moves from one plan; several stages a rank may take half as many beside."""
-_MOST_STARTS = 24
-"""Moves begin from so many plans, at most: of tiny problems many are near the best."""
+Progress = Callable[[str, float], None]
+"""Is told what is being done and the share of it that is done (0 to 1)."""
+BUDGET = 2_500_000
+"""Acts of the simulator that a search may take: a count, so that a search ends alike on every machine."""
+_OF_WHAT_IS_LEFT, _WITH_NO_PLAN = 0.125, 0.5
+"""Of the budget that is left, what each stream of candidates may take: once a plan fits, and before."""
 _MOST_OF_A_ROW = 60_000
 """Acts that the simulation of a choice may take that is far from the best, and only a row of the table."""
-_NEAR, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY = 1.06, 1.1, 1.25
-"""What takes no more than so many times the least seconds is looked at: by a simulation; by a formula or a bound, or to
-begin moves from it; to begin moves from it in a tiny problem."""
-_MOST_GROUPS = 200
-"""Groups of ranks, those of the fastest plans, that several stages a rank are tried on."""
 _WORTH_SHARING = 0.98
 """State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
 _FULL = 0.5
@@ -75,7 +50,8 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
     Raises:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
-    return plan_and_choices(problem, progress, has_all_rows=False)[0]
+    check_problem(problem)
+    return plan_with_cut_points(problem, lambda each: _Search(each, progress).run())
 
 
 def plan_and_choices(
@@ -89,11 +65,12 @@ def plan_and_choices(
     searches = list[_Search]()
 
     def search(each: Problem) -> Plan:
-        searches.append(_Search(each, progress, has_all_rows=has_all_rows))
+        searches.append(_Search(each, progress))
         return searches[-1].run()
 
     plan = plan_with_cut_points(problem, search)
-    return plan, next(each.choices() for each in searches if each.plan and each.plan.stages == plan.stages)
+    of_plan = next(each for each in searches if each.plan and each.plan.stages == plan.stages)
+    return plan, of_plan.choices(has_all_rows=has_all_rows)
 
 
 def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Problem], Plan]) -> Plan:
@@ -122,195 +99,100 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
 
 
 class _Search:
-    """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
+    """One search: streams of candidates under one budget, the fastest of them, and the simplest near it."""
 
-    def __init__(self, problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = False) -> None:
-        self.problem, self.has_all_rows = problem, has_all_rows
-        self.progress = progress or (lambda what, share: None)
+    def __init__(self, problem: Problem, progress: Progress | None = None) -> None:
+        self.problem, self.progress = problem, progress or (lambda what, share: None)
         self.counts = micro_batch_counts(problem)
         self.tables = RangeTables(problem.graph, cut_positions(problem))
         self.planner = Planner(problem, self.tables)
-        self.most_each = stages_per_rank(problem)
-        self.evaluator = Evaluator(self.planner)
-        self.proof = Proof(self.planner, self.counts, self.most_each)
-        self.rows = set[Grid]()
+        self.grids = [] if problem.constraints.stage_ranks else grids_of(problem, self.tables.num_segments)
+        self.is_tiny = is_tiny(self.planner)
+        self.evaluator = Evaluator(self.planner, has_every_variant=self.is_tiny)
         self.plan: Plan | None = None
 
     def run(self) -> Plan:
         """Returns the plan; raises PlanError if none fits."""
-        if exceeds_all(self.planner.sized(max(self.counts))):
-            raise explain_infeasible(self.problem, self.tables, self.counts)
-        self._try_grids()
-        self._try_unequal_replicas()
-        self._try_several_stages_a_rank()
-        if self.evaluator.best is None:  # Of some splits alone is known which ranks have the bytes for them.
-            for candidate in splits_that_fit(self.problem, self.tables, self.counts):
-                self.evaluator.attempt(candidate)
+        if not exceeds_all(self.planner.sized(max(self.counts))):
+            for what, trials in chain(self._first(), self._improvements()):
+                self._try(what, trials)
         if self.evaluator.best is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
-        self._improve()
-        if self.has_all_rows and not self.problem.constraints.stage_ranks:
-            grids = grids_of(self.problem, self.tables.num_segments)
-            self._simulate([grid for grid in grids if grid not in self.rows], math.inf, _MOST_OF_A_ROW)
-        self.plan = self._proven(self._with_finer_cuts(*self._simplest()))
+        plan = self.planner.with_block_bytes(self._simplest())
+        bounds = (bound_of_all(self.planner.sized(count)) for count in self.counts)
+        self.plan = replace(plan, bound_seconds=min(plan.predicted_seconds, *bounds))
         return self.plan
 
-    def choices(self) -> list[Plan]:
+    def _first(self) -> Iterator[tuple[str, Iterator[Trial]]]:
+        """Yields streams of candidates, and what each does, in words."""
+        evaluator, constraints = self.evaluator, self.problem.constraints
+        if constraints.stage_ranks:
+            yield "cutting for the ranks", on_given_ranks(evaluator)
+        else:
+            near = max(NEAR, 1.0 + constraints.simplicity)  # a simpler one may be chosen
+            yield "simulating grids", grids(evaluator, self.grids, near)
+            yield "trying unequal replicas", unequal_replicas(evaluator)
+            yield "interleaving stages", several_a_rank(evaluator)
+            if self.is_tiny:
+                yield "trying all splits", every_split(evaluator)
+                yield "trying all orders", every_order(evaluator)
+        if evaluator.best is None:  # Of some splits alone is known which ranks have the bytes for them.
+            splits = splits_that_fit(self.problem, self.tables, self.counts)
+            yield "trying what fits", ((candidate, math.inf) for candidate in splits)
+
+    def _improvements(self) -> Iterator[tuple[str, Iterator[Trial]]]:
+        """Yields moves from the best plans: the simulated optimum is not that of a formula."""
+
+        def each_shape(candidate: Candidate) -> Hashable:
+            return candidate.num_micro_batches, candidate.ranks
+
+        kind, near = (every_place, NEAR_TO_BEGIN) if self.is_tiny else (each_shape, NEAR_OF_A_FORMULA)
+        return (("improving plans", moves) for moves in climbs(self.evaluator, kind, near))
+
+    def _try(self, what: str, trials: Iterator[Trial]) -> None:
+        """Simulates candidates of a stream, which ends with its part of the budget."""
+        left, spent = BUDGET - self.planner.num_acts, 0.0
+        for candidate, below in trials:
+            begun = self.planner.num_acts
+            if spent > left * (_OF_WHAT_IS_LEFT if self.evaluator.best else _WITH_NO_PLAN):
+                break
+            self.planner.count_candidate()
+            self.progress(what, min(begun / BUDGET, 1.0))
+            self.evaluator.attempt(candidate, below)
+            spent += self.planner.num_acts - begun
+
+    def _simplest(self) -> Plan:
+        """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
+        best, simplicity = self.evaluator.best, self.problem.constraints.simplicity
+        assert best is not None
+        limit = best.predicted_seconds * (1.0 + simplicity)
+        ordered = sorted(self.evaluator.plans.values(), key=lambda each: each.predicted_seconds)
+        near = [each for each in ordered if each.predicted_seconds <= limit]
+        simplest = sorted(near, key=Simplicity.of) if simplicity else near
+        for plan in (*simplest, *ordered[len(near) :]):
+            whole = self.planner.predict_whole(plan)
+            if is_within(whole, self.planner.limits):  # So far, of many ranks only some were asked.
+                return replace(whole, given_up=what_was_given_up(whole, best))
+        raise explain_infeasible(self.problem, self.tables, self.counts)
+
+    def choices(self, *, has_all_rows: bool) -> list[Plan]:
         """Returns the best plan of every regular grid, the fastest first."""
-        best: dict[Grid, Plan] = {}
-        for plan in self.evaluator.plans.values():
-            grid = Grid(plan.num_stages, len(plan.stages[0].ranks), plan.num_micro_batches)
-            is_regular = grid in self.rows and len({len(stage.ranks) for stage in plan.stages}) == 1
-            if is_regular and not plan.is_shared:
-                best[grid] = min(best.get(grid, plan), plan, key=lambda each: each.predicted_seconds)
+        best = self._rows()
+        if has_all_rows:
+            missing = [grid for grid in self.grids if grid not in best]
+            for candidate, below in grids(self.evaluator, missing, math.inf, _MOST_OF_A_ROW):
+                self.progress("simulating slow grids", 1.0)
+                self.evaluator.attempt(candidate, below)
+            best = self._rows()
         for grid, plan in best.items():
             if not is_within(plan, self.planner.limits):  # by its depths, which say more than its instructions
                 best[grid] = self.planner.predict_whole(plan, is_quick=True)
         return sorted(best.values(), key=lambda plan: (plan.predicted_seconds, plan.num_stages))
 
-    def _try_grids(self) -> None:
-        """Simulates regular grids that may be near the best, or the stages on the ranks that they are to have."""
-        if not self.problem.constraints.stage_ranks:
-            near = max(_NEAR, 1.0 + self.problem.constraints.simplicity)  # a simpler one may be chosen
-            self._simulate(grids_of(self.problem, self.tables.num_segments), near)
-        for count in self.counts if self.problem.constraints.stage_ranks else ():
-            candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
-            if candidate:
-                self.evaluator.attempt(candidate)
-
-    def _simulate(self, grids: Sequence[Grid], near: float, most_acts: float = math.inf) -> None:
-        """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
-        evaluator, num_long = self.evaluator, 0
-
-        def is_open(grid: Grid) -> bool:
-            return even_seconds(self.planner, grid) < evaluator.least_seconds * near
-
-        for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
-            self.progress("simulating grids", done / len(grids))
-            if candidates and self.planner.acts_of(candidates[0]) > most_acts:
-                num_long += 1
-                continue
-            least = evaluator.least_seconds * near
-            for candidate in evaluator.few_if_long(candidates):
-                seconds = evaluator.attempt(candidate, least)
-                if seconds < least:
-                    least = seconds
-                    self.rows.add(grid)
-        if num_long:
-            _log.warning("the table is without %d slow choices that take too long to simulate", num_long)
-
-    def _try_unequal_replicas(self) -> None:
-        """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
-        constraints, evaluator = self.problem.constraints, self.evaluator
-        if constraints.num_replicas or constraints.stage_ranks or not (evaluator.best or self.planner.is_tiny):
-            return
-        known = evaluator.best_of_each(lambda each: each.num_micro_batches, _NEAR_OF_A_FORMULA)[:2]
-        cells = self.problem.cluster.num_ranks**3 * self.tables.num_segments**2
-        counts = list(dict.fromkeys([*(each.num_micro_batches for each in known), *self.counts]))
-        for done, count in enumerate(counts[: max(len(known), CELLS // cells)]):
-            self.progress("trying unequal replicas", done / len(counts))
-            limit = evaluator.least_seconds * _NEAR_OF_A_FORMULA
-            for candidate in unequal_replicas(self.planner, count, limit):
-                evaluator.attempt(candidate, limit)
-
-    def _try_several_stages_a_rank(self) -> None:
-        """Simulates plans with several stages a rank, those that promise most first, if one may be better."""
-        evaluator, planner, forced = self.evaluator, self.planner, forced_stages(self.problem)
-        if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(evaluator.best):
-            return
-        shapes = list[Shape]()
-        if not forced:
-            plans = evaluator.best_of_each(lambda each: (each.ranks, each.num_micro_batches), math.inf)
-            groups = [(evaluator.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in plans]
-            shapes += shapes_on(planner, self.most_each, groups[:_MOST_GROUPS])
-        if forced or planner.is_tiny:
-            shapes += shapes_on(planner, self.most_each, groups_of(planner))
-        shapes = self._by_bound(shapes)
-        begun = planner.num_acts
-        for shape in shapes:
-            spent = (planner.num_acts - begun) / (BUDGET / 2)
-            self.progress("interleaving stages", min(spent, 1.0))
-            if spent > 1.0 and evaluator.best:
-                evaluator.was_cut_short = True
-                break
-            if shape.seconds >= evaluator.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
-                continue
-            for candidate in candidates_of(planner, shape):
-                found = evaluator.attempt(candidate, evaluator.least_seconds * _NEAR)
-                if found == math.inf and evaluator.is_long(candidate):
-                    break
-
-    def _by_bound(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
-
-        The best of each number of groups and stages come first, then the next best of each.
-        """
-        planner, bounded, free = self.planner, list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
-        end = planner.num_acts + BUDGET / 4
-        for shape in shapes:
-            if planner.count_candidate() > end and bounded and self.evaluator.best:
-                break
-            some = list(islice(candidates_of(planner, shape), None if planner.is_tiny else 1))
-            # What fits by its depths alone may recompute for no need.
-            tight = [] if planner.is_tiny else [plan for each in some if (plan := planner.build(each))]
-            plans = tight or [plan for each in some if (plan := planner.build(each, free))]
-            bounded.append(shape._replace(seconds=min(map(planner.bound, plans), default=math.inf)))
-        return varied(bounded)
-
-    def _improve(self) -> None:
-        """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""
-        evaluator, planner, begun = self.evaluator, self.planner, set[Hashable]()
-        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(evaluator))
-        start, near = planner.num_acts, _NEAR_OF_TINY if planner.is_tiny else _NEAR_OF_A_FORMULA
-
-        def kind(each: Candidate) -> Hashable:
-            return each.num_micro_batches, each.ranks, each.starts if planner.is_tiny else ()
-
-        for done in range(_MOST_STARTS):
-            self.progress("improving plans", done / _MOST_STARTS)
-            left = start + BUDGET - planner.num_acts
-            starts = evaluator.best_of_each(kind, near)
-            candidate = next((each for each in starts if kind(each) not in begun), None)
-            if candidate is None or left <= 0:
-                break
-            improve(evaluator, candidate, min(BUDGET / 8, left), moves, lambda other: kind(other) not in begun)
-            begun.add(kind(candidate))
-
-    def _simplest(self) -> tuple[Candidate, Plan]:
-        """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
-        best, simplicity = self.evaluator.best, self.problem.constraints.simplicity
-        assert best is not None
-        limit = best.predicted_seconds * (1.0 + simplicity)
-        ordered = sorted(self.evaluator.plans.items(), key=lambda each: each[1].predicted_seconds)
-        near = [each for each in ordered if each[1].predicted_seconds <= limit]
-        simplest = sorted(near, key=lambda each: Simplicity.of(each[1])) if simplicity else near
-        for candidate, plan in (*simplest, *ordered[len(near) :]):
-            whole = self.planner.predict_whole(plan)
-            if is_within(whole, self.planner.limits):  # So far, of many ranks only some were asked.
-                return candidate, replace(whole, given_up=what_was_given_up(whole, best))
-        raise explain_infeasible(self.problem, self.tables, self.counts)
-
-    def _with_finer_cuts(self, candidate: Candidate, plan: Plan) -> Plan:
-        """Lets the cuts of a plan move to any block near them, where the segments of a large graph have several."""
-        problem = self.problem
-        if self.tables.num_segments == len(problem.graph.blocks) or problem.constraints.has_fixed_places:
-            return plan
-        cuts = [int(self.tables.positions[start]) for start in candidate.starts]
-        tables = RangeTables(problem.graph, zoomed_positions(problem, cuts, self.tables.num_segments))
-        fine = Evaluator(Planner(problem, tables))
-        start = replace(candidate, starts=tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts))
-        suited = None if candidate.is_interleaved else cut_for_ranks(fine.planner, start.num_micro_batches, start.ranks)
-        for each in (start, suited) if suited else (start,):
-            if fine.attempt(each) < math.inf:
-                improve(fine, each, BUDGET / 50, (move_cuts, move_choices(fine)))
-        if fine.best is None or fine.best.predicted_seconds >= plan.predicted_seconds:
-            return plan
-        whole = fine.planner.predict_whole(fine.best)
-        return replace(whole, given_up=plan.given_up) if is_within(whole, self.planner.limits) else plan
-
-    def _proven(self, plan: Plan) -> Plan:
-        self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.with_block_bytes(plan)
-        singles = (each for each in self.evaluator.plans.values() if not each.is_shared)
-        single = min(singles, key=lambda each: each.predicted_seconds, default=None)
-        return self.proof.put_into(plan, single, was_cut_short=self.evaluator.was_cut_short)
+    def _rows(self) -> dict[Grid, Plan]:
+        best, regular = dict[Grid, Plan](), set(self.grids)
+        for plan in self.evaluator.plans.values():
+            grid = Grid(plan.num_stages, len(plan.stages[0].ranks), plan.num_micro_batches)
+            if grid in regular and len({len(stage.ranks) for stage in plan.stages}) == 1 and not plan.is_shared:
+                best[grid] = min(best.get(grid, plan), plan, key=lambda each: each.predicted_seconds)
+        return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -113,12 +113,6 @@ class Holdings(Generic[Bytes]):
     work_of_first: Bytes = math.inf  # type: ignore[assignment]
 
 
-def state_of_ranges(tables: RangeTables, where: Any = ...) -> Holdings[Any]:
-    """Returns what every range of segments holds without any micro-batch, as matrices, or one of them."""
-    names = ("parameter", "trained", "largest", "tied", "tied_once", "buffer")
-    return Holdings(*(getattr(tables, f"{name}_bytes")[where] for name in names))
-
-
 class HoldingsOfRanges:
     """What ranges of segments hold with micro-batches of some size: one of them, or all, to the bit the same."""
 
@@ -142,8 +136,13 @@ class HoldingsOfRanges:
         tables, size = self.tables, self.size
         (at_peak, ends), (at_first_peak, ends_of_first) = self._work, self._work_of_first
         names = ("inputs", "received", "sent", "gradients_received", "gradients_sent")
-        return replace(
-            state_of_ranges(tables, where),
+        return Holdings(
+            parameters=tables.parameter_bytes[where],
+            trained=tables.trained_bytes[where],
+            largest=tables.largest_bytes[where],
+            tied=tables.tied_bytes[where],
+            tied_once=tables.tied_once_bytes[where],
+            buffers=tables.buffer_bytes[where],
             **{name: getattr(tables, name).at(size, where) for name in names},
             saved=np.maximum(self._saved[j] - self._saved[i], 0.0),
             work=np.maximum(greatest(at_peak) - ends[j], 0.0),

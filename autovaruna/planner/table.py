@@ -63,13 +63,9 @@ def explain(plan: Plan, graph: Graph) -> str:
     step = plan.predicted_seconds or 1.0
     lines = [f"predicted step  {seconds(plan.predicted_seconds)}"]
     if plan.bound_seconds:
-        lines.append(f"proven bound    {seconds(plan.bound_seconds)}: at most {plan.gap:.1%} above the best plan")
+        lines.append(f"bound           {seconds(plan.bound_seconds)}: at most {plan.gap:.1%} above the best plan")
     if plan.given_up:
         lines.append(f"simplicity      {plan.given_up}")
-    if plan.single_bound_seconds > plan.bound_seconds:
-        lines.append(
-            f"single stages   no plan with one stage a rank takes less than {seconds(plan.single_bound_seconds)}"
-        )
     lines.append(f"these stages    no schedule of them takes less than {seconds(lower_bound(fold(pipeline)))}")
     if sum(len(stage.ranks) for stage in plan.stages) > len(used):
         peaks = [plan.rank_bytes()[rank] for rank in used]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from autovaruna.errors import InputError, PlanError
+from autovaruna.planner.cut_points import cut_point_blocks
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.search_space import cut_point_blocks
 from autovaruna.profiler.records import Cluster
 from autovaruna.ranks.environment import local_rank_in
 from autovaruna.ranks.world import World

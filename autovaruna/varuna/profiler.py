@@ -22,8 +22,8 @@ from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.cut_points import cut_point_blocks
 from autovaruna.planner.problem import Constraints, Problem
-from autovaruna.planner.search_space import cut_point_blocks
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, save_measured
 from autovaruna.profiler.measure import Key, PartCost, merge, parts_by_key, to_profile
 from autovaruna.profiler.records import Cluster, Profile

@@ -12,11 +12,11 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.arrays import RangeTables
+from autovaruna.planner.bound import bound_of_all
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.proof import bound_of_all
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts

@@ -8,7 +8,7 @@ import pytest
 
 from autovaruna.graph.records import Output, Size
 from autovaruna.planner.arrays import RangeTables
-from autovaruna.planner.candidate import Candidate, Planner, priced
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import AllReduces
 from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.prediction import pipeline_of, policy_of
@@ -20,7 +20,6 @@ from autovaruna.profiler.records import LinkCost, OptimizerCost
 from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
 from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_cluster, make_problem, on_cluster
-from tests.products import some
 
 
 def plan_of(problem: Problem, ranks: tuple[tuple[int, ...], ...], count: int = 4) -> Plan:
@@ -81,28 +80,6 @@ def test_plan_and_graph_are_enough_for_the_prediction_and_the_printout_names_eve
     assert again.step_seconds == plan.predicted_seconds
     for part in ("work", "imbalance", "all-reduce", "overhead", "optimizer"):
         assert f"\n{part} " in explain(plan, problem.graph)
-
-
-def slower(problem: Problem, factor: float) -> Problem:
-    times = ("forward_seconds", "backward_seconds")
-    costs = tuple(
-        tuple(replace(each, **{name: factor * getattr(each, name) for name in times}) for each in row)
-        for row in problem.profile.costs
-    )
-    return replace(problem, profile=replace(problem.profile, costs=costs))
-
-
-@pytest.mark.parametrize("seed", some(range(6), 3))
-def test_by_its_own_profile_a_plan_takes_what_it_was_planned_to_take_and_longer_on_slower_ranks(seed: int) -> None:
-    problem = make_problem(12, 3, 12, seed=seed, num_stages=[0, 3, 6][seed % 3])
-    plan = make_plan(problem)
-    again = priced(plan, problem)
-    assert again.stages == plan.stages
-    assert again.predicted_seconds == pytest.approx(plan.predicted_seconds)
-    assert again.rank_bytes() == pytest.approx(plan.rank_bytes())
-    again = priced(plan, slower(problem, 3.0))
-    assert 2.0 < again.predicted_seconds / plan.predicted_seconds <= 3.0
-    assert [stage.blocks for stage in again.stages] == [stage.blocks for stage in plan.stages]
 
 
 LATENCY, RATE = 3e-3, 1e7

@@ -128,3 +128,8 @@ def test_differences_say_what_changed_in_one_sentence(now: Fingerprint, words: l
     told = differences(VALID, now)
     assert len(told) == 1
     assert all(word in told[0] for word in words)
+
+
+def test_a_file_of_a_version_in_which_compiled_stages_shaped_a_plan_is_no_older_for_it() -> None:
+    saved = replace(VALID, settings={**VALID.settings, "compile_stages": False})
+    assert differences(saved, VALID) == []

@@ -15,10 +15,10 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.proof import WORTH
 from autovaruna.planner.rank_memory import Option, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.several_a_rank import WORTH
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import INTERLEAVED, ONE_A_RANK, candidates
 from tests.planner.cases import constrained, make_problem, make_uneven, on_cluster, with_memory

@@ -12,9 +12,9 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Planner
+from autovaruna.planner.partition import cut_for_ranks
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.shapes import cut_for_ranks
 from tests.planner.cases import make_problem, on_cluster, with_memory
 from tests.products import some
 

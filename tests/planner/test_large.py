@@ -49,7 +49,7 @@ def test_hundreds_of_blocks_on_many_ranks() -> None:
 def test_segments_lose_little_and_keep_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(120, 4, 32, num_stages=4, num_replicas=1, num_micro_batches=16)
     fine = make_plan(problem)
-    monkeypatch.setattr(search_space, "MAX_SEGMENTS", 30)
+    monkeypatch.setattr(search_space, "MAX_SEGMENTS", 60)
     coarse = make_plan(problem)
     assert coarse.predicted_seconds <= fine.predicted_seconds * 1.01
     assert coarse.bound_seconds <= fine.predicted_seconds

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.arrays import Array, CostTable
-from autovaruna.planner.shapes import partition_chain
+from autovaruna.planner.partition import partition_chain
 from autovaruna.profiler.records import BlockCost, Profile
 
 

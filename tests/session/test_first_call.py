@@ -81,7 +81,7 @@ def test_a_first_step_is_eight_lines_at_most(verbosity: str, caplog: Any, monkey
         return
     assert [line.split()[0] for line in told.splitlines() if line.endswith(" ...")] == phases
     assert f"the plan, saved to {tmp_path / 'plan.json'}: 1 stage, " in told
-    assert ("proven bound" in told) == (verbosity == "full")
+    assert ("\nbound " in told) == (verbosity == "full")
     assert len(told.splitlines()) <= 8 or verbosity == "full"
 
 

@@ -113,7 +113,7 @@ def test_what_is_no_plan_another_one_on_each_rank_or_contradicts_a_setting_is_re
     with pytest.raises(PlanError, match="has 2 micro-batches, but num_micro_batches=4"):
         run(two_stages, 2, num_micro_batches=4)
     with pytest.raises(RankError, match=r"Ranks \[1\] were given another plan than rank 0"):
-        run([two_stages, replace(two_stages, bound_proof="other")], 2)
+        run([two_stages, replace(two_stages, given_up="other")], 2)
     with pytest.raises(RankError, match="plan is given on rank 0, None on rank 1"):
         run([two_stages, None], 2)
     with pytest.raises(InputError, match=r"expected a Plan, or a function .* pass deployment_file"):

@@ -15,9 +15,9 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.records import CutMark, Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.cut_points import PREFER_MARGIN, resolve_cut
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.search_space import PREFER_MARGIN, resolve_cut
 from autovaruna.profiler.records import BlockCost, Profile
 from tests.catalogue.small import Written
 from tests.planner.cases import make_cluster, make_graph
@@ -120,7 +120,6 @@ def test_only_cuts_at_cut_points_alone_and_names_those_that_are_none(caplog: pyt
     with pytest.raises(PlanError, match=r"allows 2.*b is none: it is broken"):
         make_plan(problem)
     assert "the CutPoint b cannot be a cut: it is broken" in caplog.text
-    assert Constraints(cutpoints="only").has_fixed_places
 
 
 def test_prefer_cuts_there_unless_elsewhere_is_better_by_the_margin_or_cut_points_are_too_few() -> None:
