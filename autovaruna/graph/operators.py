@@ -273,7 +273,7 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
         "add add_ sub sub_ rsub neg neg_ positive where nan_to_num copy_ fill fill_ masked_fill masked_fill_",
         Operator(_LINEAR),
     ),
-    ("real imag view_as_real view_as_complex", Operator(_LINEAR)),
+    ("real imag view_as_real view_as_complex lerp", Operator(_LINEAR)),
     ("to _to_copy clone detach detach_ lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
     ("to.other", Operator(_LINEAR, Trait.SAME_NUMBER | Trait.AS_ANOTHER)),
     ("mul mul_", Operator(Linearity.MULTIPLY)),
