@@ -150,15 +150,16 @@ class OwnedState:
         if name not in self._tables:
             raise InputError(f"{name} came after the first call: register it before, or wrap the changed model anew.")
         table, attribute = self._tables[name]
-        found: Tensor | None = table.get(attribute)
-        if found is None:
+        if attribute not in table:
             raise InputError(
                 f"{name} was removed after the first call: remove it before, or wrap the changed model anew."
             )
+        found: Tensor = table[attribute]
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        found = {name: table.get(attribute) for name, (table, attribute) in self._tables.items()}
+        held = ((name, *place) for name, place in self._tables.items())
+        found = {name: table[attribute] for name, table, attribute in held if attribute in table}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
