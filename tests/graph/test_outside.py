@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.guards import Guards
 from autovaruna.graph.outside import read_outside
-from autovaruna.runtime import engine
+from autovaruna.runtime import witness
 from tests.reference import sgd
 from tests.session.training import QUIET, descend, pipeline
 
@@ -283,7 +283,7 @@ def test_what_no_step_reads_is_ignored() -> None:
 
 def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a library keeps is not looked into: the second step is refused, with the line and both numbers."""
-    monkeypatch.setattr(engine, "SHARE", 0.99)  # however long a step takes here
+    monkeypatch.setattr(witness, "SHARE", 0.99)  # however long a step takes here
     words = r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"
     with decimal.localcontext(decimal.Context(1)) as context, pytest.raises(TraceError, match=words):
         losses(lambda self, h: h * float(context.prec), [lambda: setattr(context, "prec", 2)] * 10, ours)
