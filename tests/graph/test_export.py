@@ -210,23 +210,17 @@ def test_what_calls_differ_by_is_refused_and_what_none_reads_left_alone(act: Any
     check(Stateful(act, is_used=False))
 
 
-class KeepsState(nn.Module):
+def keep_state(self: Any, x: Tensor) -> Tensor:
     """Keeps the state of its cell from call to call, as recurrent models of tutorials do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.state = nn.LSTMCell(X.shape[1], 4), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        state: Any = self.cell(x, self.state)
-        self.state = tuple(each.detach() for each in state)  # type: ignore[assignment]
-        return state[0]  # type: ignore[no-any-return]
+    state = self.cell(x, self.state)
+    self.state = tuple(each.detach() for each in state)
+    return state[0]  # type: ignore[no-any-return]
 
 
 def test_state_of_samples_that_a_model_keeps_is_refused_by_its_name_with_what_to_write() -> None:
     """Passing it is held by `test_a_language_model_hands_its_state_from_call_to_call`; a buffer would be no way."""
     with pytest.raises(TraceError, match=r"got changes of state, .*cannot be one: pass it as an argument, the batch f"):
-        check(KeepsState())
+        check(Written(keep_state, cell=nn.LSTMCell(4, 4), state=None))
 
 
 def carry(self: Any, out: Tensor) -> Tensor:
