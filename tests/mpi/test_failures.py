@@ -26,13 +26,13 @@ START_SECONDS = 15.0
 FORKED_SECONDS = 2.0
 """How long a rank may outlive its stand-in, which mpirun has ended."""
 NUM_TRIES = 3
-MODEL = r"failures\.py:\d+ \(out = self\.output\(x\)\)"
+MODEL = r"failures\.py:\d+ \(out: Tensor = trap\(self\.last\(hidden\)\)\)"
 ENDINGS: dict[str, str] = {
     "forward_fails": rf"rank 1, stage 1, micro-batch 0 \(samples 0 to 3 of rank 0\), at .*{MODEL}:\n"
     r"Traceback(?s:.*)ValueError: the story's error",
     "backward_from_outputs_fails": r"rank 1, stage 1, micro-batch 0 (?s:.*)in _trap_backward(?s:.*)the story's error",
     "hook_fails": r"rank 1 failed:(?s:.*)in hook_fails(?s:.*)ValueError: the story's error",
-    "script_fails": r"rank 1 failed:(?s:.*)in script_fails(?s:.*)ValueError: the story's error",
+    "script_fails": r"rank 1 failed:(?s:.*)in train(?s:.*)ValueError: the story's error",
     "script_fails_behind_a_hook": r"rank 1 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
     "script_shows_errors_itself": r"in barrier_fails(?s:.*)ValueError: the story's error",
     "thread_fails": r"rank 1 failed in thread reader(?s:.*)ValueError: the story's error",
