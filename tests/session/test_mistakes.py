@@ -76,22 +76,18 @@ def add_positions(self: Any, x: Tensor) -> Tensor:
     return x + self.table[: x.shape[0]]  # the positions
 
 
-class TimeFirst(nn.Module):
+def encode(self: Any, src: Tensor, y: Tensor) -> Tensor:
     """Takes (time, batch) through an encoder, with a mask made from the length of what it is given."""
+    length = src.shape[0] if isinstance(self.places, Written) else len(src)
+    h = self.places(self.words(src))
+    h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
+    return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
 
-    def __init__(self, has_positions: bool) -> None:
-        super().__init__()
-        self.words, self.has_positions = nn.Embedding(TOKENS, WIDTH), has_positions
-        self.places = Written(add_positions, table=torch.randn(5000, 1, WIDTH)) if has_positions else nn.Identity()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.last = nn.Linear(WIDTH, TOKENS)
 
-    def forward(self, src: Tensor, y: Tensor) -> Tensor:
-        length = src.shape[0] if self.has_positions else len(src)
-        h = self.places(self.words(src))
-        h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
-        return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
+def time_first(places: nn.Module) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
+    layers = {"layers": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "last": nn.Linear(WIDTH, TOKENS)}
+    return Written(encode, words=nn.Embedding(TOKENS, WIDTH), places=places, **layers)
 
 
 def nodes(self: Any, x: Tensor, joined: Tensor) -> Tensor:
@@ -108,8 +104,16 @@ recurrent = lambda self, x, state: self.last(self.cell(x, state)[0]).square().me
 RECURRENT = Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
 WORDS = (torch.arange(30).reshape(5, 6) % TOKENS, torch.arange(1, 31).reshape(5, 6) % TOKENS)
 CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
-    "time first": (TimeFirst(False), WORDS, r"self\.layers\(h.*batch_first=False\) takes the first one for time.*"),
-    "positions": (TimeFirst(True), WORDS, r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*"),
+    "time first": (
+        time_first(nn.Identity()),
+        WORDS,
+        r"self\.layers\(h.*batch_first=False\) takes the first one for time.*",
+    ),
+    "positions": (
+        time_first(Written(add_positions, table=torch.randn(5000, 1, WIDTH))),
+        WORDS,
+        r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*",
+    ),
     "state": (RECURRENT, (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2), r"which state_0 \(1, 6, 12\), .*"),
     "graph": (GRAPH, JOINED, r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
 }
