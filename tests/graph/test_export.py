@@ -29,36 +29,17 @@ def branching(self: Any, x: Tensor) -> Tensor:
     return -x
 
 
-class Contrastive(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return (out @ out.T).logsumexp(dim=1).mean()  # the product
-
-
-class Fixed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(3, 4) + self.bias  # the reshape
+def linear(forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
+    return Written(forward, layer=nn.Linear(4, 4), **parts)
 
 
 LOOSE, UNTRAINED = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
-
-
-class Searched(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + UNTRAINED.detach() + LOOSE  # the loose tensor
-
-
-class Held(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.alpha = [torch.zeros(4, requires_grad=True)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.alpha[0].sigmoid()  # the loose attribute
-
-
-OWN = {"coins": random.Random(0)}
-NOISE = numpy.random.default_rng(0)
+OWN, NOISE = {"coins": random.Random(0)}, numpy.random.default_rng(0)
+CONTRASTIVE = linear(lambda self, x: ((out := self.layer(x)) @ out.T).logsumexp(dim=1).mean())  # the product
+FIXED = linear(lambda self, x: x.reshape(3, 4) + self.layer.bias)  # the reshape
+SEARCHED = linear(lambda self, x: self.layer(x) + UNTRAINED.detach() + LOOSE)  # the loose tensor
+ALPHA = [torch.zeros(4, requires_grad=True)]
+HELD = linear(lambda self, x: self.layer(x) * self.alpha[0].sigmoid(), alpha=ALPHA)  # the loose attribute
 
 
 class Thrown(nn.Linear):
@@ -74,11 +55,11 @@ class Noisy(nn.Linear):
 LINES = {
     "the coin": (Thrown(4, 4), ("draws from", "OWN, a Random", "pass the number as a tensor")),
     "the noise": (Noisy(4, 4), ("NOISE, a Generator of numpy", "torch.rand")),
-    "the loose tensor": (Searched(4, 4), ("a tensor (4,)", "nn.Parameter", "requires_grad_(False)")),
-    "the loose attribute": (Held(), ("nn.Parameter", "requires_grad_(False)")),
+    "the loose tensor": (SEARCHED, ("a tensor (4,)", "nn.Parameter", "requires_grad_(False)")),
+    "the loose attribute": (HELD, ("nn.Parameter", "requires_grad_(False)")),
     "the branch": (Written(branching), ("Written", f"{__file__}:", "if x.sum() > 0", "torch.where")),
-    "the product": (Contrastive(4, 4), ("Contrastive", "dynamic_batch=False")),
-    "the reshape": (Fixed(4, 4), ("Fixed", "dynamic_batch=False")),
+    "the product": (CONTRASTIVE, ("Written", "dynamic_batch=False")),
+    "the reshape": (FIXED, ("Written", "dynamic_batch=False")),
 }
 
 
