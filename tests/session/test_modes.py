@@ -153,6 +153,22 @@ def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     as_plain(SETUPS[setup], case, gradient, rtol=1e-5, atol=1e-7)
 
 
+def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
+    case, batch = CASES["chain"], CASES["chain"].batch(7, 0)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        seen: list[str] = []
+        model(**batch[1])
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: seen.append(name))
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(f"{name}!"))
+        model(**batch[1]).backward()
+        own = [name for name, each in model.named_parameters() if not each.is_meta]
+        assert sorted(seen) == sorted([*own, *(f"{name}!" for name in own)])
+
+    on_ranks(pipeline(2), case, run)
+
+
 def test_the_callers_generator_is_untouched() -> None:
     case, batch = CASES["dropout"], CASES["dropout"].batch(7, 0)
 
