@@ -54,14 +54,6 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.body(x), y)
 
 
-class TwoLayers(nn.Module):
-    """Has a first layer of WIDTH features and a last one of CLASSES; what lies between is for subclasses to say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-
 class Written(nn.Module):
     """Has parts, of which tensors are buffers, and the forward that a test writes for it: ``forward(model, ...)``."""
 
@@ -75,15 +67,29 @@ class Written(nn.Module):
         self.forward = MethodType(forward, self)
 
 
-class Embedding(nn.Module):
+def two_layers(forward: Callable[..., Any], **parts: Any) -> Any:
+    """Returns a model with a first layer of WIDTH features, a last one of CLASSES, other parts, and a forward."""
+    return Written(forward, **{"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, CLASSES), **parts})
+
+
+def function_of(backward: Callable[[Tensor], Any], forward: Callable[[Tensor], Tensor] = torch.clone) -> Any:
+    """Returns an autograd function of one tensor that keeps nothing."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return backward(gradients[0])
+
+    return Own
+
+
+def embed(self: Any, x: Tensor) -> Tensor:
     """Starts with integers: no gradient goes to the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=0), hidden(nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.words(x).mean(dim=1))
+    return self.head(self.words(x).mean(dim=1))
 
 
 class Residual(nn.Module):
@@ -106,11 +112,12 @@ def conv_net(*norms: nn.Module) -> nn.Module:
     return Classifier(nn.Sequential(*stem, *body))
 
 
-class Constant(TwoLayers):
+class Constant(nn.Module):
     """Uses tensors that are neither parameters nor buffers: one an attribute, one made in forward."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.scale = torch.linspace(0.5, 1.5, WIDTH)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constant:
@@ -122,17 +129,10 @@ class Constant(TwoLayers):
         return self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
 
 
-class Unused(nn.Module):
+def throw_away(self: Any, x: Tensor) -> Tensor:
     """Holds a parameter that no output depends on, and one whose output is thrown away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never, self.thrown = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
-        self.body = hidden(nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.thrown(x)
-        return self.body(x)
+    self.thrown(x)
+    return self.body(x)
 
 
 def frozen() -> nn.Module:
@@ -143,56 +143,55 @@ def frozen() -> nn.Module:
     return Classifier(body)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.lstm(self.words(x))
-        return self.head(states[:, -1])
+def recur(self: Any, x: Tensor) -> Tensor:
+    states, _ = self.lstm(self.words(x))
+    return self.head(states[:, -1])
 
 
-class Twice(TwoLayers):
+def call_twice(self: Any, x: Tensor) -> Tensor:
     """Calls one module two times, far apart: its parameters are tied with themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.between = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.between(torch.tanh(self.first(x))))
-        return self.last(torch.tanh(self.first(out)))
+    out = torch.tanh(self.between(torch.tanh(self.first(x))))
+    return self.last(torch.tanh(self.first(out)))
 
 
-class MovingAverage(TwoLayers):
+def move_average(self: Any, x: Tensor) -> Tensor:
     """Assigns and updates buffers in forward, in train mode only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.calls = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.first(x))
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
-            self.calls += 1
-        return self.last(out - self.mean)
+    out = torch.tanh(self.first(x))
+    if self.training:
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
+        self.calls += 1
+    return self.last(out - self.mean)
 
 
-class NoGrad(TwoLayers):
+def teach(self: Any, x: Tensor) -> Tensor:
     """Computes a target under ``no_grad`` with its own parameters, and detaches a value."""
+    with torch.no_grad():
+        target = torch.softmax(self.teacher(x), dim=-1)
+    out = torch.tanh(self.first(x))
+    return F.mse_loss(self.last(out) * out.detach().norm(dim=-1, keepdim=True), target)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = torch.softmax(self.teacher(x), dim=-1)
-        out = torch.tanh(self.first(x))
-        return F.mse_loss(self.last(out) * out.detach().norm(dim=-1, keepdim=True), target)
+def classify(forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
+    """Returns a classifier whose body has some parts and a forward."""
+    return Classifier(Written(forward, **parts))
+
+
+def embedding() -> nn.Module:
+    return classify(embed, words=nn.Embedding(WORDS, WIDTH, padding_idx=0), head=hidden(nn.GELU()))
+
+
+def unused() -> nn.Module:
+    never, thrown = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
+    return classify(throw_away, never=never, thrown=thrown, body=hidden(nn.Tanh()))
+
+
+def recurrent() -> nn.Module:
+    lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.2)
+    return classify(recur, words=nn.Embedding(WORDS, WIDTH), lstm=lstm, head=nn.Linear(WIDTH, CLASSES))
+
+
+def moving_average() -> nn.Module:
+    return Classifier(two_layers(move_average, mean=torch.zeros(WIDTH), calls=torch.zeros((), dtype=torch.int64)))
 
 
 def squared_mean(output: Tensor, batch: Batch) -> Tensor:
@@ -225,16 +224,16 @@ def chain() -> nn.Module:
 
 SMALL = (
     Case("chain", chain, labelled),
-    Case("embedding", lambda: Classifier(Embedding()), words, max_stages=3),
+    Case("embedding", embedding, words, max_stages=3),
     Case("dropout", dropouts, labelled, has_dropout=True),
     Case("batch_norm", batch_norms, labelled, has_batch_norm=True),
     Case("conv_net", conv_net, pictures),
     Case("conv_net_batch_norm", lambda: conv_net(nn.BatchNorm2d(6)), pictures, has_batch_norm=True),
     Case("constant", lambda: Classifier(Constant()), labelled, max_stages=2),
-    Case("unused_parameter", lambda: Classifier(Unused()), labelled, max_stages=2),
+    Case("unused_parameter", unused, labelled, max_stages=2),
     Case("frozen", frozen, labelled),
-    Case("lstm", lambda: Classifier(Recurrent()), words, has_dropout=True, max_stages=2),
-    Case("module_twice", lambda: Classifier(Twice()), labelled),
-    Case("moving_average", lambda: Classifier(MovingAverage()), labelled, has_batch_norm=True, max_stages=2),
-    Case("no_grad", NoGrad, positional, max_stages=2),
+    Case("lstm", recurrent, words, has_dropout=True, max_stages=2),
+    Case("module_twice", lambda: Classifier(two_layers(call_twice, between=nn.Linear(WIDTH, WIDTH))), labelled),
+    Case("moving_average", moving_average, labelled, has_batch_norm=True, max_stages=2),
+    Case("no_grad", lambda: two_layers(teach, teacher=nn.Linear(WIDTH, CLASSES)), positional, max_stages=2),
 )

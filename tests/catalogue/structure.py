@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,81 +13,75 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.catalogue.case import Batch, Case, floats, generator, integers
-from tests.catalogue.small import CLASSES, TOKENS, WIDTH, WORDS, Classifier, hidden, labelled, positional, squared_mean
+from tests.catalogue.small import (
+    CLASSES,
+    TOKENS,
+    WIDTH,
+    WORDS,
+    Classifier,
+    Written,
+    classify,
+    function_of,
+    hidden,
+    labelled,
+    positional,
+    squared_mean,
+)
 
 
 def linears(num: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
 
 
-class Layered(nn.Module):
-    """Holds square layers and a head; subclasses say how they are joined."""
-
-    num_layers = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(self.num_layers)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def layer(self, index: int, x: Tensor) -> Tensor:
-        return torch.tanh(self.layers[index](x))
-
-    def through(self, x: Tensor, start: int = 0, end: int = 4) -> Tensor:
-        """Returns what layers from `start` to `end` make, one after the other."""
-        for index in range(start, end):
-            x = self.layer(index, x)
-        return x
+def layered(forward: Callable[..., Any], num_layers: int = 4, **parts: nn.Module) -> nn.Module:
+    """Returns a model of square layers and a head, which its forward joins."""
+    return Written(forward, layers=linears(num_layers), head=nn.Linear(WIDTH, CLASSES), **parts)
 
 
-class ForkJoin(Layered):
+def apply(model: Any, index: int, x: Tensor) -> Tensor:
+    return torch.tanh(model.layers[index](x))
+
+
+def through(model: Any, x: Tensor, start: int = 0, end: int = 4) -> Tensor:
+    """Returns what layers from `start` to `end` make, one after the other."""
+    for index in range(start, end):
+        x = apply(model, index, x)
+    return x
+
+
+def fork_join(self: Any, x: Tensor) -> Tensor:
     """Splits into two branches of two layers and joins them by a product and a sum."""
-
-    num_layers = 5
-
-    def forward(self, x: Tensor) -> Tensor:
-        root = self.layer(0, x)
-        left, right = self.through(root, 1, 3), self.through(root, 3, 5)
-        return self.head(left * right + left)
+    root = apply(self, 0, x)
+    left, right = through(self, root, 1, 3), through(self, root, 3, 5)
+    return self.head(left * right + left)
 
 
-class ThreeUsers(Layered):
+def three_users(self: Any, x: Tensor) -> Tensor:
     """Makes one value that three later layers use, so that its gradient is a sum of four."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        root = out = self.layer(0, x)
-        for index in (1, 2, 3):
-            out = self.layer(index, out) + 0.3 * index * root
-        return self.head(out)
+    root = out = apply(self, 0, x)
+    for index in (1, 2, 3):
+        out = apply(self, index, out) + 0.3 * index * root
+    return self.head(out)
 
 
-class NoElements(Layered):
+def no_elements(self: Any, x: Tensor) -> Tensor:
     """Makes a value of no elements in the first layer, which the last one uses: a message of no bytes, either way."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(0, x)
-        nothing = torch.exp(out[:, :0])
-        return self.head(torch.cat([self.through(out, 1), nothing], 1))
+    out = apply(self, 0, x)
+    nothing = torch.exp(out[:, :0])
+    return self.head(torch.cat([through(self, out, 1), nothing], 1))
 
 
-class Skip(Layered):
+def skip(self: Any, x: Tensor) -> Tensor:
     """Carries the first layer's output over two layers, by concatenation, and the input over all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.join = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layer(0, x)
-        return self.head(torch.tanh(self.join(torch.cat((first, self.through(first, 1)), dim=1))))
+    first = apply(self, 0, x)
+    return self.head(torch.tanh(self.join(torch.cat((first, through(self, first, 1)), dim=1))))
 
 
-class SharedInput(Layered):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        out = x
-        for index in range(self.num_layers):
-            out = self.layer(index, out) * x + y.unsqueeze(1) / CLASSES
-        return F.cross_entropy(self.head(out), y)
+def shared_input(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    out = x
+    for index in range(4):
+        out = apply(self, index, out) * x + y.unsqueeze(1) / CLASSES
+    return F.cross_entropy(self.head(out), y)
 
 
 class Tied(nn.Module):
@@ -110,14 +105,12 @@ class Tied(nn.Module):
         return F.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Anchored(Layered):
+def anchored(self: Any, x: Tensor) -> Tensor:
     """Uses a layer's weight once more at its end, where no gradient goes back to it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.through(x)
-        with torch.no_grad():
-            anchor = self.layer(0, self.layer(1, x))
-        return self.head(out * anchor)
+    out = through(self, x)
+    with torch.no_grad():
+        anchor = apply(self, 0, apply(self, 1, x))
+    return self.head(out * anchor)
 
 
 @dataclass
@@ -132,62 +125,47 @@ class Answer:
 pytree.register_dataclass(Answer)
 
 
-class Outputs(Layered):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Any:
-        features = self.through(x, 0, 2)
-        scores = self.head(self.through(features, 2))
-        containers = {
-            "tuple": (scores, features),
-            "dict": {"scores": scores, "nested": {"features": [features]}},
-            "dataclass": Answer(scores, features),
-            "none": (scores, None, {"nothing": None, "features": features}),
-        }
-        return containers[self.kind]
+def contain(self: Any, x: Tensor, kind: str) -> Any:
+    """Returns outputs in a container."""
+    features = through(self, x, 0, 2)
+    scores = self.head(through(self, features, 2))
+    containers = {
+        "tuple": (scores, features),
+        "dict": {"scores": scores, "nested": {"features": [features]}},
+        "dataclass": Answer(scores, features),
+        "none": (scores, None, {"nothing": None, "features": features}),
+    }
+    return containers[kind]
 
 
-class TwoLosses(Layered):
-    def __init__(self) -> None:
-        super().__init__()
-        self.early = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.through(x, 0, 2)
-        return F.cross_entropy(self.head(self.through(half, 2)), y), F.cross_entropy(self.early(half), y)
+def two_losses(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    half = through(self, x, 0, 2)
+    return F.cross_entropy(self.head(through(self, half, 2)), y), F.cross_entropy(self.early(half), y)
 
 
-class LossAndScores(Layered):
+def loss_and_scores(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Returns a dict of the loss and of what it was made from, as many libraries do."""
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        scores = self.head(self.through(x))
-        return {"loss": F.cross_entropy(scores, y), "scores": scores}
+    scores = self.head(through(self, x))
+    return {"loss": F.cross_entropy(scores, y), "scores": scores}
 
 
-class Keyworded(Layered):
+def by_keywords(
+    self: Any, x: Tensor, *, y: Tensor, mode: str = "plain", scale: float = 1.0, mask: Any = None, repeats: int = 1
+) -> Tensor:
     """Takes numbers, words, None and flags beside tensors; they choose the graph."""
-
-    def forward(
-        self, x: Tensor, *, y: Tensor, mode: str = "plain", scale: float = 1.0, mask: Any = None, repeats: int = 1
-    ) -> Tensor:
-        out = x if mask is None else x * mask
-        for _ in range(repeats):
-            out = self.through(out)
-        out = self.head(out) * scale
-        return F.cross_entropy(out if mode == "plain" else torch.sin(out), y)
+    out = x if mask is None else x * mask
+    for _ in range(repeats):
+        out = through(self, out)
+    out = self.head(out) * scale
+    return F.cross_entropy(out if mode == "plain" else torch.sin(out), y)
 
 
-class Nested(Layered):
+def unnest(self: Any, batch: dict[str, Any], weights: Tensor) -> Tensor:
     """Takes a dict of lists and tuples of tensors, and a tensor without a batch dimension."""
-
-    def forward(self, batch: dict[str, Any], weights: Tensor) -> Tensor:
-        left, right = batch["views"]
-        out = self.layer(1, self.layer(0, left)) + self.layer(2, right) * weights
-        scores = self.head(self.layer(3, out) + batch["more"]["offset"][0])
-        return F.cross_entropy(scores, batch["target"])
+    left, right = batch["views"]
+    out = apply(self, 1, apply(self, 0, left)) + apply(self, 2, right) * weights
+    scores = self.head(apply(self, 3, out) + batch["more"]["offset"][0])
+    return F.cross_entropy(scores, batch["target"])
 
 
 def tokens(size: int, seed: int) -> Batch:
@@ -216,23 +194,26 @@ def all_outputs(output: Any, batch: Batch) -> Tensor:
 
 
 def outputs(kind: str) -> Case:
-    return Case(f"outputs_{kind}", lambda: Outputs(kind), positional, all_outputs)
+    return Case(f"outputs_{kind}", lambda: layered(lambda self, x: contain(self, x, kind)), positional, all_outputs)
 
 
 STRUCTURE = (
-    Case("three_users", lambda: Classifier(ThreeUsers()), labelled),
-    Case("skip", lambda: Classifier(Skip()), labelled),
+    Case("three_users", lambda: Classifier(layered(three_users)), labelled),
+    Case("skip", lambda: Classifier(layered(skip, join=nn.Linear(2 * WIDTH, WIDTH))), labelled),
     Case("tied", lambda: Tied(2), tokens, max_stages=3),
     Case("tied_three_ways", lambda: Tied(3), tokens, max_stages=3),
-    Case("tied_without_gradient", lambda: Classifier(Anchored()), labelled),
-    Case("shared_input", SharedInput, labelled),
+    Case("tied_without_gradient", lambda: Classifier(layered(anchored)), labelled),
+    Case("shared_input", lambda: layered(shared_input), labelled),
     outputs("tuple"),
-    Case("returned_scores", ForkJoin, positional, squared_mean),
-    Case("two_losses", TwoLosses, labelled, lambda output, batch: output[0] + 0.5 * output[1]),
-    Case("loss_and_scores", LossAndScores, labelled),
-    Case("keywords", Keyworded, keyworded),
-    Case("nested_inputs", Nested, nested),
-    Case("no_elements", lambda: Classifier(NoElements()), labelled),
+    Case("returned_scores", lambda: layered(fork_join, num_layers=5), positional, squared_mean),
+    Case(
+        *("two_losses", lambda: layered(two_losses, early=nn.Linear(WIDTH, CLASSES)), labelled),
+        lambda output, batch: output[0] + 0.5 * output[1],
+    ),
+    Case("loss_and_scores", lambda: layered(loss_and_scores), labelled),
+    Case("keywords", lambda: layered(by_keywords), keyworded),
+    Case("nested_inputs", lambda: layered(unnest), nested),
+    Case("no_elements", lambda: Classifier(layered(no_elements)), labelled),
 )
 CONTAINERS = (outputs("dict"), outputs("dataclass"), outputs("none"))
 """The model of ``outputs_tuple`` with its outputs in other containers."""
@@ -251,16 +232,7 @@ class StraightThrough(torch.autograd.Function):
         return ctx.times * gradients[0], None
 
 
-class Reversed(torch.autograd.Function):
-    """Returns a view of its argument and turns the gradient round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return -0.5 * gradients[0]
+REVERSED = function_of(lambda gradient: -0.5 * gradient, lambda x: x.view_as(x))
 
 
 class Parts(torch.autograd.Function):
@@ -281,31 +253,26 @@ class Parts(torch.autograd.Function):
         return (first * scale).clamp(-1e-3, 1e-3), (first * x).sum(0), None
 
 
-class Scaling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.first, self.body = nn.Linear(WIDTH, WIDTH), hidden(nn.Tanh())
+def straight(self: Any, x: Tensor) -> Tensor:
+    x = StraightThrough.apply(self.first(x) * self.scale, 3.0) + x
+    out: Tensor = self.body(x)
+    return out + StraightThrough.apply(out, 2.0)
 
 
-class Straight(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
-        x = StraightThrough.apply(self.first(x) * self.scale, 3.0) + x
-        out: Tensor = self.body(x)
-        return out + StraightThrough.apply(out, 2.0)
-
-
-class Mixed(Scaling):
+def mixed(self: Any, x: Tensor) -> Tensor:
     """Uses a view, a function of several results, and a checkpointed module of the old kind."""
+    x = REVERSED.apply(self.first(x))
+    found, word, (mean,) = Parts.apply(x, self.scale, ("a", 1))
+    assert word == "a"
+    return checkpoint(self.body, found + mean, use_reentrant=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = Reversed.apply(self.first(x))
-        found, word, (mean,) = Parts.apply(x, self.scale, ("a", 1))
-        assert word == "a"
-        return checkpoint(self.body, found + mean, use_reentrant=True)
+
+def scaling(forward: Callable[..., Tensor]) -> nn.Module:
+    scale = nn.Parameter(torch.randn(WIDTH))
+    return classify(forward, scale=scale, first=nn.Linear(WIDTH, WIDTH), body=hidden(nn.Tanh()))
 
 
 FUNCTIONS = (
-    Case("own_backwards", lambda: Classifier(Straight()), labelled, max_stages=3),
-    Case("many_results", lambda: Classifier(Mixed()), labelled, max_stages=3),
+    Case("own_backwards", lambda: scaling(straight), labelled, max_stages=3),
+    Case("many_results", lambda: scaling(mixed), labelled, max_stages=3),
 )

@@ -5,19 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,7 +113,7 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
         open_bytes(place).__enter__()
 
 
-def send(link: Link | SimpleNamespace, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
+def send(link: Link, part: dict[str, Any], pieces: list[bytes], attempt: int = 4) -> bytearray:
     """Returns what a keeper answers to whoever sends a copy of a part."""
     with connect("127.0.0.1", link.port, AUTHORITY.credentials("h2"), "localhost") as connection:
         connection.send_bytes(json.dumps({"part": part, "attempt": attempt}).encode())
@@ -145,34 +141,6 @@ def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
             send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
     assert [each["part"]["step"] for each in link.ask("inventory").result(WAIT_SECONDS)] == [3]
     assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
-
-
-def test_what_was_heard_on_the_way_is_of_no_use_a_second_time(link: Link, tmp_path: Path) -> None:
-    link.ask("begin", number=4, num_ranks=2, buddy=None).result(WAIT_SECONDS)
-    heard = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as relay, ThreadPoolExecutor(3) as pool:
-
-        def pass_on(source: socket.socket, target: socket.socket, words: bytearray) -> None:
-            with suppress(OSError):
-                while data := source.recv(4096):
-                    words += data
-                    target.sendall(data)
-                target.shutdown(socket.SHUT_WR)
-
-        def stand_between() -> None:
-            near, far = relay.accept()[0], socket.create_connection(("127.0.0.1", link.port))
-            pool.submit(pass_on, near, far, heard)
-            pool.submit(pass_on, far, near, bytearray())
-
-        pool.submit(stand_between)
-        between = SimpleNamespace(port=relay.getsockname()[1])
-        assert send(between, asdict(part_in(tmp_path / "slot")), [b"weights"]) == b"taken"
-    shutil.rmtree(tmp_path / "job" / "attempt-00004" / "copy-00001")
-    with socket.create_connection(("127.0.0.1", link.port), 10.0) as again, suppress(ConnectionResetError):
-        again.sendall(heard)
-        while again.recv(4096):
-            pass
-    assert not link.ask("inventory").result(WAIT_SECONDS)
 
 
 def test_a_state_is_believed_that_the_ranks_of_its_run_can_have_made(link: Link, tmp_path: Path) -> None:

@@ -33,33 +33,21 @@ def killed(rank: int = 1, step: int = 7) -> Outcome:
     return Outcome(f"rank {rank} was ended by SIGKILL; the kernel says", error=137, killed=(rank, step))
 
 
-@pytest.mark.parametrize(
-    ("most", "runs", "why"),
-    [
-        (100, [(FAILED, 7)] * 3, "three runs failed and came no further than step 7: rank 1 ended with status 3"),
-        (100, [(FAILED, step) for step in range(50)], ""),
-        (100, [(killed(), 7)] * 3, "rank 1 was killed three times at step 7 (SIGKILL); the kernel says"),
-        (100, [(killed(step=step), 7) for step in range(20)], ""),
-        (100, [(killed(rank), 7) for rank in range(20)], ""),
-        (100, [(killed(), step) for step in range(20)], ""),
-        (100, [(each, 7) for each in (killed(), FAILED, NOBODY, killed(), FAILED, NOBODY, FAILED)], "three runs"),
-        (4, [(NOT_STARTED, 7)] * 20, ""),
-        (4, [(Outcome("host h2 is there", is_asked=True), step) for step in range(20)], ""),
-        (4, [(NOBODY, step) for step in range(5)], "5 starts again within an hour"),
-    ],
-    ids=[
-        "fails",
-        "comes further",
-        "killed",
-        "at other steps",
-        "others",
-        "later",
-        "both",
-        "not started",
-        "asked for",
-        "too often",
-    ],
-)
+GIVEN_UP: dict[str, tuple[int, list[tuple[Outcome, int]], str]] = {
+    "fails": (100, [(FAILED, 7)] * 3, "three runs failed and came no further than step 7: rank 1 ended with status 3"),
+    "comes further": (100, [(FAILED, step) for step in range(50)], ""),
+    "killed": (100, [(killed(), 7)] * 3, "rank 1 was killed three times at step 7 (SIGKILL); the kernel says"),
+    "at other steps": (100, [(killed(step=step), 7) for step in range(20)], ""),
+    "others": (100, [(killed(rank), 7) for rank in range(20)], ""),
+    "later": (100, [(killed(), step) for step in range(20)], ""),
+    "both": (100, [(each, 7) for each in (killed(), FAILED, NOBODY, killed(), FAILED, NOBODY, FAILED)], "three runs"),
+    "not started": (4, [(NOT_STARTED, 7)] * 20, ""),
+    "asked for": (4, [(Outcome("host h2 is there", is_asked=True), step) for step in range(20)], ""),
+    "too often": (4, [(NOBODY, step) for step in range(5)], "5 starts again within an hour"),
+}
+
+
+@pytest.mark.parametrize(("most", "runs", "why"), GIVEN_UP.values(), ids=GIVEN_UP)
 def test_a_job_that_fails_in_vain_is_given_up(most: int, runs: list[tuple[Outcome, int]], why: str) -> None:
     """Or ends too often. Faults during recoveries are not the script's; neither are hosts where no rank can start."""
     restarts = Restarts(most)

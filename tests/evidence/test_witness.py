@@ -15,7 +15,7 @@ from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.evidence.clock import Clock
 from autovaruna.graph import trace as tracing
 from autovaruna.session import traces
-from tests.catalogue.small import Written
+from tests.catalogue.small import Written, function_of
 from tests.products import some
 from tests.session.training import Setup, on_ranks, pipeline
 
@@ -42,21 +42,13 @@ class Series(nn.Module):
         return (self.last(torch.tanh(hidden)).reshape(-1) - y.reshape(-1)).square().mean()
 
 
-class DividedBackward(torch.autograd.Function):
-    """Is the identity, whose gradient goes by the size of the batch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient / gradient.shape[0]
+DIVIDED = function_of(lambda gradient: gradient / gradient.shape[0])
+"""Is the identity, whose gradient goes by the size of the batch."""
 
 
 def kept(self: Any, x: Tensor) -> Tensor:
     """Is kept whole for its branch on numbers, and holds one that it does not change; its backward mixes samples."""
-    made: Tensor = DividedBackward.apply(x) * self.two
+    made: Tensor = DIVIDED.apply(x) * self.two
     return made if float(x.detach().sum()) < 1e6 else x
 
 
@@ -79,7 +71,7 @@ MEETING: dict[str, Way] = {
     "detached": lambda m, x, mark, y: m.loss(m.value(x) - m.value(x).mean(0).detach(), y),
     "chance": lambda m, x, mark, y: m.loss(x + torch.bernoulli(m.value(x).softmax(0).detach()), y),
     "behind zeros": lambda m, x, mark, y: m.loss(x + m.zero(m.value(x).roll(1, 0)), y),
-    "backward": lambda m, x, mark, y: m.loss(DividedBackward.apply(m.value(x)), y),
+    "backward": lambda m, x, mark, y: m.loss(DIVIDED.apply(m.value(x)), y),
     "outputs": lambda m, x, mark, y: (m.value(x.reshape(-1, WIDTH)) + m.mark(mark.repeat(ROWS, 1))).view(x.shape),
     "root": lambda m, x, mark, y: m.loss(m.value(x), y).sqrt(),
     "sum": lambda m, x, mark, y: m.loss(m.value(x), y) * x.shape[0],
@@ -237,27 +229,21 @@ def test_what_comes_of_samples_from_another_stage_must_stay_their_mean() -> None
         steps(Series(partial(way, last=torch.sqrt)), SETUPS[1])
 
 
-class Scheduled(Series):
+def scheduled(m: Any, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
     """Has a part that a number brings in, in a buffer or a trace anew; it divides by the largest number of a batch."""
-
-    def __init__(self, is_buffer: bool) -> None:
-        super().__init__(self.way_of)
-        self.beta: Any = 0.0
-        if is_buffer:
-            del self.beta
-            self.register_buffer("beta", torch.zeros(()))
-
-    @staticmethod
-    def way_of(m: Any, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
-        h = m.value(x)
-        if not isinstance(m.beta, Tensor) and not m.beta:
-            return m.loss(h, y)
-        return m.loss((1 - m.beta) * h + m.beta * h / h.detach().abs().max(), y)
+    h = m.value(x)
+    if isinstance(m.beta, Tensor) or m.beta:
+        h = (1 - m.beta) * h + m.beta * h / h.detach().abs().max()
+    return m.loss(h, y)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("is_buffer", [False, True])
 def test_what_a_schedule_brings_in_is_refused_in_that_step(is_buffer: bool) -> None:
-    seen = []
+    seen, model = [], Series(scheduled)
+    if is_buffer:
+        model.register_buffer("beta", torch.zeros(()))
+    else:
+        model.beta = 0.0  # type: ignore[assignment]
 
     def change(model: Any) -> None:
         seen.append(model)
@@ -265,7 +251,7 @@ def test_what_a_schedule_brings_in_is_refused_in_that_step(is_buffer: bool) -> N
             model.beta = torch.tensor(0.5) if is_buffer else 0.5
 
     with pytest.raises(TraceError, match=r"mixes the samples.* at .*\.py:\d+"):
-        steps(Scheduled(is_buffer), SETUPS[1], change, change)
+        steps(model, SETUPS[1], change, change)
     assert 2 < len(seen) <= 4
 
 

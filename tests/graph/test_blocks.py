@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -36,90 +37,42 @@ def layered(function: Callable[..., Tensor], *more: Tensor, **parts: nn.Module |
 
 
 def blocks_of(model: TracedModel, *starts: str) -> set[int]:
-    """Returns the blocks of the nodes whose names start with each text."""
-    return {model.block_of[named(model, start)] for start in starts}
+    """Returns the blocks of nodes, each by its name, or by how that starts if no other one does so."""
+    return {model.block_of[start if start in model.block_of else named(model, start)] for start in starts}
 
 
-def test_rule_1_a_tuple_stays_with_those_who_take_it_apart() -> None:
-    def both(self: nn.Module, x: Tensor) -> Tensor:
-        values, places = torch.max(self.first(x), dim=1)
-        return self.second(x) * values[:, None] + places[:, None]
-
-    model = layered(both)
-    items = [name for name in model.block_of if name.startswith("getitem")]
-    assert len({model.block_of[name] for name in [*items, named(model, "max")]}) == 1 and len(items) == 2
+def taken_apart(self: Any, x: Tensor) -> Tensor:
+    values, places = torch.max(self.first(x), dim=1)
+    return self.second(x) * values[:, None] + places[:, None]
 
 
-def test_rule_2_a_change_stays_with_what_it_changes() -> None:
-    def changed(self: nn.Module, x: Tensor) -> Tensor:
-        out = self.first(x)
-        read = out * 2.0
-        out.relu_()
-        return self.second(out) + torch.tanh(read)
-
-    model = layered(changed)
-    assert len(blocks_of(model, "relu", "mul")) == 1
-    assert model.block_of["linear"] == model.block_of[named(model, "relu")]
-    assert named(model, "tanh") not in model.graph.blocks[model.block_of["linear"]].nodes
+def changed(self: Any, x: Tensor) -> Tensor:
+    out = self.first(x)
+    read = out * 2.0
+    out.relu_()
+    return self.second(out) + torch.tanh(read)
 
 
-def test_rule_3_lasting_memory_that_changes_stays_in_one_block() -> None:
-    def updated(self: nn.Module, x: Tensor) -> Tensor:
-        out = torch.tanh(self.first(x) + self.mean)
-        self.mean.copy_(out.detach().mean(dim=0))
-        return self.second(out) - self.mean
-
-    model = layered(updated, mean=torch.zeros(WIDTH))
-    assert len(blocks_of(model, "add", "copy", "sub")) == 1
-    assert model.changed_state == {"mean"}
+def updated(self: Any, x: Tensor) -> Tensor:
+    """Changes lasting memory."""
+    out = torch.tanh(self.first(x) + self.mean)
+    self.mean.copy_(out.detach().mean(dim=0))
+    return self.second(out) - self.mean
 
 
-def test_rule_4_a_shape_that_depends_on_data_crosses_no_cut() -> None:
-    def selected(self: nn.Module, x: Tensor) -> Tensor:
-        out = self.first(x)
-        return self.second(x).mean() * torch.masked_select(out, out > 0).sum()
-
-    model = layered(selected)
-    assert len(blocks_of(model, "masked_select", "sum")) == 1
-    assert not {value.name for value in model.graph.values} & {named(model, "masked_select")}
+def selected(self: Any, x: Tensor) -> Tensor:
+    """Has a shape that depends on data, which crosses no cut."""
+    out = self.first(x)
+    return self.second(x).mean() * torch.masked_select(out, out > 0).sum()
 
 
-def test_rule_7_a_number_stays_with_what_it_was_counted_from() -> None:
-    """Sizes that a router counts come from its ranking, which random numbers have, too."""
-
-    def routed(self: nn.Module, x: Tensor) -> Tensor:
-        scores = torch.tanh(self.first(x))
-        first = scores.topk(2, dim=1).indices
-        chosen = torch.zeros_like(scores).scatter(1, first, 1.0).long()
-        parts = self.second(x)[first.flatten().sort().values // 2].split(chosen.sum(0).tolist())
-        return torch.cat([part * 2.0 for part in parts]).sum()
-
-    model = layered(routed)
-    assert blocks_of(model, "topk", "zeros_like", "scatter", "split_with_sizes") == {model.block_of["item"]}
-    assert model.block_of["linear"] not in blocks_of(model, "topk")
-
-
-def test_rule_8_what_a_module_changes_of_itself_stays_together() -> None:
-    """Once, a cut lay between the count of a BatchNorm and its averages, which it uses together without a momentum."""
-    model = traced(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear()), X)
-    assert len(blocks_of(model, "add", "batch_norm")) == 1
-    assert len(model.graph.blocks) == 3
-
-
-@pytest.mark.parametrize("case", some(PLAIN, 9), ids=str)
-def test_rule_5_users_of_a_value_stay_in_order(case: Case) -> None:
-    """The users of every value with three or more stand in execution order, so that gradients add up in one order."""
-    args, kwargs = case.batch(3, 0)
-    model = traced(case.model(), *args, **kwargs)
-    assert all(value.producer < min(value.consumers) for value in model.graph.values)
-    assert sorted(model.block_of.values()) == [block.index for block in model.graph.blocks for _ in block.nodes]
-    for node in model.nodes.values():
-        users = [user.name for user in node.users if user.name in model.block_of]
-        users = [name for name in users if model.facts[name].needs_gradient]
-        if node.name in model.block_of and len(users) >= 3:
-            users.sort(key=model.places.__getitem__)
-            places = [model.block_of[name] for name in users]
-            assert places == sorted(places), (node.name, users)
+def routed(self: Any, x: Tensor) -> Tensor:
+    """Counts sizes, as a router does, from its ranking, which random numbers have, too."""
+    scores = torch.tanh(self.first(x))
+    first = scores.topk(2, dim=1).indices
+    chosen = torch.zeros_like(scores).scatter(1, first, 1.0).long()
+    parts = self.second(x)[first.flatten().sort().values // 2].split(chosen.sum(0).tolist())
+    return torch.cat([part * 2.0 for part in parts]).sum()
 
 
 def turned(self: nn.Module, x: Tensor) -> Tensor:
@@ -136,9 +89,47 @@ def around(self: nn.Module, x: Tensor) -> Tensor:
     return self.second(out.add_(torch.tanh(out * 2.0).exp()))
 
 
-@pytest.mark.parametrize(("function", "nodes"), [(turned, "mul_1 sin add_"), (around, "mul tanh exp add_")])
-def test_rules_5_and_6_users_that_change_places_and_cycles_join(function: Callable[..., Tensor], nodes: str) -> None:
-    assert len(blocks_of(layered(function), *nodes.split())) == 1
+def normed(self: Any, x: Tensor) -> Tensor:
+    """Counts what its averages use; once, a cut lay between a BatchNorm's count and them."""
+    return self.second(self.norm(self.first(x)))
+
+
+TOGETHER: dict[str, tuple[Callable[..., Tensor], str, str]] = {
+    "rule 1: a tuple stays with those who take it apart": (taken_apart, "max getitem getitem_1", ""),
+    "rule 2: a change stays with what it changes": (changed, "linear mul relu", "tanh"),
+    "rule 3: lasting memory that changes stays in one block": (updated, "add copy sub", ""),
+    "rule 4: a shape that depends on data crosses no cut": (selected, "masked_select sum", ""),
+    "rule 5: users that change places": (turned, "mul_1 sin add_", ""),
+    "rule 6: cycles": (around, "mul tanh exp add_", ""),
+    "rule 7: a number stays with what it was counted from": (
+        *(routed, "topk zeros_like scatter split_with_sizes item", "linear"),
+    ),
+    "rule 8: what a module changes of itself stays together": (normed, "add batch_norm", "linear linear_1"),
+}
+
+
+@pytest.mark.parametrize("rule", TOGETHER)
+def test_nodes_stay_in_one_block(rule: str) -> None:
+    function, together, apart = TOGETHER[rule]
+    model = layered(function, mean=torch.zeros(WIDTH), norm=nn.BatchNorm1d(WIDTH))
+    (block,) = blocks_of(model, *together.split())
+    assert block not in blocks_of(model, *apart.split())
+
+
+@pytest.mark.parametrize("case", some(PLAIN, 9), ids=str)
+def test_rule_5_users_of_a_value_stay_in_order(case: Case) -> None:
+    """The users of every value with three or more stand in execution order, so that gradients add up in one order."""
+    args, kwargs = case.batch(3, 0)
+    model = traced(case.model(), *args, **kwargs)
+    assert all(value.producer < min(value.consumers) for value in model.graph.values)
+    assert sorted(model.block_of.values()) == [block.index for block in model.graph.blocks for _ in block.nodes]
+    for node in model.nodes.values():
+        users = [user.name for user in node.users if user.name in model.block_of]
+        users = [name for name in users if model.facts[name].needs_gradient]
+        if node.name in model.block_of and len(users) >= 3:
+            users.sort(key=model.places.__getitem__)
+            places = [model.block_of[name] for name in users]
+            assert places == sorted(places), (node.name, users)
 
 
 def test_masks_and_positions_are_repeated() -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
 from tests.catalogue.case import Case, floats, generator
-from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled, two_layers
 from tests.graph.models import traced
 from tests.products import some
 from tests.reference import compare, micro_batches, plain_micro_batched, sgd
@@ -33,8 +33,7 @@ ONE_RANK, REPLICAS = Setup(num_micro_batches=2), Setup(((0, 1),), num_micro_batc
 def layers(forward: Callable[..., Tensor], **more: Any) -> nn.Module:
     """Has two layers, a slow copy of the first that nobody trains, and a scale."""
     slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-    return Written(forward, **{"first": first, "slow": slow, "last": last, "scale": torch.ones(WIDTH), **more})
+    return two_layers(forward, **{"slow": slow, "scale": torch.ones(WIDTH), **more})
 
 
 def scaled(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -491,47 +490,42 @@ def test_a_graph_that_reads_a_number_is_none_once_another_changes_it() -> None:
         model.eval()(**VALUES)
 
 
-ITERATORS = (
-    lambda: iter([1.0, 0.5, 0.25, 0.1]),
-    lambda: (1 / k for k in range(1, 9)),
-    lambda: cycle([1.0] * 9 + [0.5]),
-)
+def counting(self: Any, values: Tensor) -> Tensor:
+    self.length += 1
+    return positions(values) * self.length
 
 
-@pytest.mark.parametrize("make", ITERATORS, ids=["list", "generator", "cycle"])
-def test_the_next_value_of_an_iterator_is_refused_by_its_line(make: Callable[[], Any]) -> None:
-    """Once, one that Python cannot copy, or whose first values are alike, kept its first value for ever."""
-    model = tabled(lambda self, values: positions(values) * next(self.scales), scales=make())
-    words = r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\).* as a tensor"
+def advancing(self: Any, values: Tensor) -> Tensor:
+    return positions(values) * next(self.scales)
+
+
+NUMBER = r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length"
+NEXT = r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\).* as a tensor"
+GOING_BY: dict[str, tuple[Any, str]] = {
+    "count": (tabled(counting), NUMBER),
+    # once, an iterator that Python cannot copy, or whose first values are alike, kept its first value for ever
+    "list": (tabled(advancing, scales=iter([1.0, 0.5, 0.25, 0.1])), NEXT),
+    "generator": (tabled(advancing, scales=(1 / k for k in range(1, 9))), NEXT),
+    "cycle": (tabled(advancing, scales=cycle([1.0] * 9 + [0.5])), NEXT),
+}
+
+
+@pytest.mark.parametrize("kind", GOING_BY)
+def test_what_is_another_in_each_call_is_refused_by_its_line(kind: str) -> None:
+    model, words = GOING_BY[kind]
     refuse(model, words, VALUES)
-    assert next(model.scales) == 1.0
+    assert model.length == 0 if kind == "count" else next(model.scales) == 1.0
 
 
-def test_a_count_of_calls_that_forward_goes_by_is_refused() -> None:
-    def counting(self: Any, values: Tensor) -> Tensor:
-        self.length += 1
-        return positions(values) * self.length
-
-    model = tabled(counting)
-    refuse(model, r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length", VALUES)
-    assert model.length == 0
-
-
-class Sized(nn.Module):
+def sized(self: Any, x: Tensor) -> Tensor:
     """Leaves sizes, of which none is of the batch, for a loss in the script."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sizes, self.num_samples = [x.shape[1:], (x.shape[2], "wide")], x.shape[0]
-        return self.last(torch.tanh(self.first(x)))
+    self.sizes, self.num_samples = [x.shape[1:], (x.shape[2], "wide")], x.shape[0]
+    return self.last(torch.tanh(self.first(x)))
 
 
 def test_sizes_that_forward_leaves_for_the_script_are_there_after_the_call() -> None:
     """Once, they were missing; where a trace serves other lengths, a use is refused, as of a number of the batch."""
-    model = AutoVaruna(Sized(), num_micro_batches=2, **QUIET)
+    model = AutoVaruna(Written(sized, first=nn.Linear(4, 4), last=nn.Linear(4, 4)), num_micro_batches=2, **QUIET)
     for length in (3, 3, 5, 7, 3):
         model(torch.randn(4, length, 4)).sum().backward()
         if length == 3:

@@ -119,20 +119,8 @@ def carry(self: Any, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(("where", "name"), [("own", "last"), ("state", "state.last"), ("tuple", "last")])
-def test_samples_that_the_first_call_leaves_for_the_next_are_found(where: str, name: str) -> None:
-    """Once, a state of as many samples as the batch has, empty before the first call, stayed empty."""
-    parts = {"layer": nn.Linear(12, 12), "where": where, "last": None, "state": State()}
-    with pytest.raises(TraceError, match=f"its next call computes something else: got changes of {name},"):
-        look(Written(carry, is_read=True, **parts))
-    look(Written(carry, is_read=False, **parts))
-
-
-KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "mean of the first batch": lambda layer, x: x.detach().abs().mean(0),
-    "last features": lambda layer, x: layer(x).detach(),
-    "first weights": lambda layer, x: layer.weight.detach().mean(0),
-}
+def carrying(where: str, is_read: bool = True) -> nn.Module:
+    return Written(carry, layer=nn.Linear(12, 12), where=where, is_read=is_read, last=None, state=State())
 
 
 def keeping(self: Any, x: Tensor) -> Tensor:
@@ -142,11 +130,8 @@ def keeping(self: Any, x: Tensor) -> Tensor:
     return self.layer(x) * self.kept
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_the_first_call_keeps_for_all_is_found(name: str) -> None:
-    """Once, each call kept its own: with the same samples and weights a second call gives the same."""
-    with pytest.raises(TraceError, match="its next call computes something else: got changes of kept,"):
-        look(Written(keeping, layer=nn.Linear(12, 12), kept=None, keep=KEPT[name]))
+def kept(keep: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return Written(keeping, layer=nn.Linear(12, 12), kept=None, keep=keep)
 
 
 TABLE: dict[str, Tensor] = {}
@@ -167,19 +152,32 @@ def in_global(self: Any, x: Tensor) -> Tensor:
     return self.layer(x) * KNOWN
 
 
-@pytest.mark.parametrize(("function", "name"), [(in_table, "TABLE"), (in_global, "KNOWN")])
-def test_what_the_first_call_keeps_outside_is_found(function: Callable[..., Tensor], name: str) -> None:
-    with pytest.raises(TraceError, match=rf"next call computes something else: got changes of .*{name},"):
-        look(Written(function, layer=nn.Linear(12, 12)))
+LEFT: dict[str, tuple[nn.Module, str]] = {
+    # once, a state of as many samples as the batch has, empty before the first call, stayed empty
+    "an attribute": (carrying("own"), "last"),
+    "in an object": (carrying("state"), "state.last"),
+    "in a tuple": (carrying("tuple"), "last"),
+    # once, each call kept its own: with the same samples and weights a second call gives the same
+    "mean of the first batch": (kept(lambda layer, x: x.detach().abs().mean(0)), "kept"),
+    "last features": (kept(lambda layer, x: layer(x).detach()), "kept"),
+    "first weights": (kept(lambda layer, x: layer.weight.detach().mean(0)), "kept"),
+    "a table outside": (Written(in_table, layer=nn.Linear(12, 12)), ".*TABLE"),
+    "a global": (Written(in_global, layer=nn.Linear(12, 12)), ".*KNOWN"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_the_first_call_leaves_for_the_next_is_found(what: str) -> None:
+    model, name = LEFT[what]
+    with pytest.raises(TraceError, match=f"next call computes something else: got changes of {name},"):
+        look(model)
     assert not TABLE and KNOWN is None
 
 
-def test_what_is_kept_and_the_same_in_each_call_is_no_difference() -> None:
-    look(
-        Written(
-            keeping, layer=nn.Linear(12, 12), kept=None, keep=lambda layer, x: layer.weight.detach().sign().abs()[0]
-        )
-    )
+def test_what_is_not_read_or_the_same_in_each_call_is_no_difference() -> None:
+    for where in ("own", "state", "tuple"):
+        look(carrying(where, is_read=False))
+    look(kept(lambda layer, x: layer.weight.detach().sign().abs()[0]))
 
 
 def model(function: Callable[..., Tensor]) -> Written:

@@ -29,36 +29,17 @@ def branching(self: Any, x: Tensor) -> Tensor:
     return -x
 
 
-class Contrastive(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return (out @ out.T).logsumexp(dim=1).mean()  # the product
-
-
-class Fixed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(3, 4) + self.bias  # the reshape
+def linear(forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
+    return Written(forward, layer=nn.Linear(4, 4), **parts)
 
 
 LOOSE, UNTRAINED = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
-
-
-class Searched(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + UNTRAINED.detach() + LOOSE  # the loose tensor
-
-
-class Held(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.alpha = [torch.zeros(4, requires_grad=True)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.alpha[0].sigmoid()  # the loose attribute
-
-
-OWN = {"coins": random.Random(0)}
-NOISE = numpy.random.default_rng(0)
+OWN, NOISE = {"coins": random.Random(0)}, numpy.random.default_rng(0)
+CONTRASTIVE = linear(lambda self, x: ((out := self.layer(x)) @ out.T).logsumexp(dim=1).mean())  # the product
+FIXED = linear(lambda self, x: x.reshape(3, 4) + self.layer.bias)  # the reshape
+SEARCHED = linear(lambda self, x: self.layer(x) + UNTRAINED.detach() + LOOSE)  # the loose tensor
+ALPHA = [torch.zeros(4, requires_grad=True)]
+HELD = linear(lambda self, x: self.layer(x) * self.alpha[0].sigmoid(), alpha=ALPHA)  # the loose attribute
 
 
 class Thrown(nn.Linear):
@@ -74,11 +55,11 @@ class Noisy(nn.Linear):
 LINES = {
     "the coin": (Thrown(4, 4), ("draws from", "OWN, a Random", "pass the number as a tensor")),
     "the noise": (Noisy(4, 4), ("NOISE, a Generator of numpy", "torch.rand")),
-    "the loose tensor": (Searched(4, 4), ("a tensor (4,)", "nn.Parameter", "requires_grad_(False)")),
-    "the loose attribute": (Held(), ("nn.Parameter", "requires_grad_(False)")),
+    "the loose tensor": (SEARCHED, ("a tensor (4,)", "nn.Parameter", "requires_grad_(False)")),
+    "the loose attribute": (HELD, ("nn.Parameter", "requires_grad_(False)")),
     "the branch": (Written(branching), ("Written", f"{__file__}:", "if x.sum() > 0", "torch.where")),
-    "the product": (Contrastive(4, 4), ("Contrastive", "dynamic_batch=False")),
-    "the reshape": (Fixed(4, 4), ("Fixed", "dynamic_batch=False")),
+    "the product": (CONTRASTIVE, ("Written", "dynamic_batch=False")),
+    "the reshape": (FIXED, ("Written", "dynamic_batch=False")),
 }
 
 
@@ -210,23 +191,17 @@ def test_what_calls_differ_by_is_refused_and_what_none_reads_left_alone(act: Any
     check(Stateful(act, is_used=False))
 
 
-class KeepsState(nn.Module):
+def keep_state(self: Any, x: Tensor) -> Tensor:
     """Keeps the state of its cell from call to call, as recurrent models of tutorials do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.state = nn.LSTMCell(X.shape[1], 4), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        state: Any = self.cell(x, self.state)
-        self.state = tuple(each.detach() for each in state)  # type: ignore[assignment]
-        return state[0]  # type: ignore[no-any-return]
+    state = self.cell(x, self.state)
+    self.state = tuple(each.detach() for each in state)
+    return state[0]  # type: ignore[no-any-return]
 
 
 def test_state_of_samples_that_a_model_keeps_is_refused_by_its_name_with_what_to_write() -> None:
     """Passing it is held by `test_a_language_model_hands_its_state_from_call_to_call`; a buffer would be no way."""
     with pytest.raises(TraceError, match=r"got changes of state, .*cannot be one: pass it as an argument, the batch f"):
-        check(KeepsState())
+        check(Written(keep_state, cell=nn.LSTMCell(4, 4), state=None))
 
 
 def carry(self: Any, out: Tensor) -> Tensor:

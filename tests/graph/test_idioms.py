@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError
 from autovaruna.graph.export.assertions import passing
 from tests.catalogue.case import Case
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, labelled, two_layers
 from tests.products import some
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
 from tests.session.training import QUIET, measure, pipeline, refuse, train, train_as_plain
@@ -26,18 +26,14 @@ SIZE, STEPS, CONTIGUOUS = 6, 2, torch.contiguous_format
 FIRST, LAST = (lambda: nn.Linear(WIDTH, WIDTH)), (lambda: nn.Linear(WIDTH, CLASSES))
 
 
-class Steps(nn.Module):
-    """Is a function between two layers."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.first, self.last, self.function = FIRST(), LAST(), function
-        self.register_buffer("codes", torch.randn(7, WIDTH))
-        self.compiled = torch.compile(FIRST(), backend="eager")
-        self.layers = nn.ModuleDict({name: FIRST() for name in ("block-1", "2-3", "class", "a b")})
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.function(self, torch.tanh(self.first(x)), y)
+def steps(function: Function) -> nn.Module:
+    """Returns a function between two layers."""
+    return two_layers(
+        lambda self, x, y: function(self, torch.tanh(self.first(x)), y),
+        codes=torch.randn(7, WIDTH),
+        compiled=torch.compile(FIRST(), backend="eager"),
+        layers=nn.ModuleDict({name: FIRST() for name in ("block-1", "2-3", "class", "a b")}),
+    )
 
 
 def counted(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -188,7 +184,7 @@ def trains(case: Case, recompute: bool = False) -> None:
 
 @pytest.mark.parametrize("name", some([*PASSING], 7))
 def test_right_numbers(name: str) -> None:
-    trains(Case(name, lambda: Steps(PASSING[name]), labelled))
+    trains(Case(name, lambda: steps(PASSING[name]), labelled))
 
 
 @torch.jit.script
@@ -230,7 +226,7 @@ def length(self: Any, x: Tensor, y: Tensor) -> Tensor:
 )
 def test_some_have_plain_pytorch_s_numbers(function: Function, num_micro_batches: int) -> None:
     """A function of TorchScript has kernels of its own, and bits; `joined` has the numbers with one micro-batch."""
-    case = Case(function.__name__, lambda: Steps(function), labelled)
+    case = Case(function.__name__, lambda: steps(function), labelled)
     train_as_plain(case, pipeline(2, num_micro_batches=num_micro_batches), SIZE, SIZE, exact=function is joined)
 
 
@@ -244,23 +240,18 @@ FIXED: dict[str, Function] = {
 @pytest.mark.parametrize("name", FIXED)
 def test_a_fixed_batch_size_is_traced_anew_where_there_is_one_micro_batch(name: str, caplog: Any) -> None:
     """One warning names the line, for any number of sizes."""
-    case = Case(f"fixed {name}", lambda: Steps(FIXED[name]), labelled)
+    case = Case(f"fixed {name}", lambda: steps(FIXED[name]), labelled)
     train_as_plain(case, pipeline(2, num_micro_batches=1), SIZE, SIZE + 2, SIZE, exact=True)
     told = {each.message for each in caplog.records if "anew for each other size" in each.message}
     assert len(told) == 1
     assert re.search(r"test_idioms\.py:\d+ \(.*(len|int)\(.*(Write|Expected) x\.shape\[0\]", told.pop())
 
 
-class Sparse(nn.Module):
+def sparse(is_buffer: bool) -> nn.Module:
     """Has a weight with sparse gradients, or a sparse buffer."""
-
-    def __init__(self, is_buffer: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(CLASSES, CLASSES, sparse=not is_buffer)
-        self.register_buffer("mixer", torch.eye(CLASSES).to_sparse() if is_buffer else torch.eye(CLASSES))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.table(y) @ self.mixer, y)
+    table = nn.Embedding(CLASSES, CLASSES, sparse=not is_buffer)
+    mixer = torch.eye(CLASSES).to_sparse() if is_buffer else torch.eye(CLASSES)
+    return Written(lambda self, x, y: F.cross_entropy(self.table(y) @ self.mixer, y), table=table, mixer=mixer)
 
 
 def inference(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -282,44 +273,44 @@ def clamped(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 TRANSFORM = r"uses a function transform of torch\.func.*Move the line into a submodule"
 REFUSED: dict[str, tuple[nn.Module, str]] = {
-    "loop": (Steps(FIXED["loop"]), r"fixes its batch size at .*range\(len\(x\)\).*Write x\.shape\[0\]"),
-    "integer": (Steps(FIXED["integer"]), r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]"),
+    "loop": (steps(FIXED["loop"]), r"fixes its batch size at .*range\(len\(x\)\).*Write x\.shape\[0\]"),
+    "integer": (steps(FIXED["integer"]), r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]"),
     "integer of data": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last(x)[:, : int(y.max())], y)),
+        steps(lambda m, x, y: F.cross_entropy(m.last(x)[:, : int(y.max())], y)),
         r"int\(\) of a tensor at .*int\(y\.max\(\)\).*Expected x\.item\(\)",
     ),
     "by bytes": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last(torch.where((x > 0).byte(), x, 2 * x)), y)),
+        steps(lambda m, x, y: F.cross_entropy(m.last(torch.where((x > 0).byte(), x, 2 * x)), y)),
         r"at .*byte\(\).*expected predicate to be bool",
     ),
     "backward": (
-        Steps(lambda m, x, y: torch.autograd.grad(m.last(x).sum(), x, create_graph=True)[0].square().mean()),
+        steps(lambda m, x, y: torch.autograd.grad(m.last(x).sum(), x, create_graph=True)[0].square().mean()),
         r"goes backward itself \(torch\.autograd\.grad\) at .*create_graph.*into a submodule",
     ),
     "a generator": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last(x + torch.rand(x.shape, generator=torch.Generator())), y)),
+        steps(lambda m, x, y: F.cross_entropy(m.last(x + torch.rand(x.shape, generator=torch.Generator())), y)),
         r"draws from a torch\.Generator at .*generator=.*Expected draws without generator=",
     ),
-    "inference": (Steps(inference), r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad"),
-    "data of another shape": (Steps(shorten), r"got \(3, 12\) .*Keep the shape"),
+    "inference": (steps(inference), r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad"),
+    "data of another shape": (steps(shorten), r"got \(3, 12\) .*Keep the shape"),
     "another dtype": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last.double()(x.double()), y)),
+        steps(lambda m, x, y: F.cross_entropy(m.last.double()(x.double()), y)),
         r"converts weight of a Linear at .*double.*would be torch\.float64.*convert it before it is wrapped",
     ),
     "a length by numbers": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last(x), y, torch.bincount(y, minlength=CLASSES).float())),
+        steps(lambda m, x, y: F.cross_entropy(m.last(x), y, torch.bincount(y, minlength=CLASSES).float())),
         r"at .*bincount.*a length there follows from the numbers.*Expected.*F\.one_hot\(y, C\)\.sum\(0\)",
     ),
-    "a map": (Steps(lambda m, x, y: torch.func.vmap(m.last)(x).square().mean()), TRANSFORM),
+    "a map": (steps(lambda m, x, y: torch.func.vmap(m.last)(x).square().mean()), TRANSFORM),
     "a derivative": (  # before torch 2.12, its jacrev calls autograd.grad in Python
-        Steps(lambda m, x, y: torch.func.vmap(torch.func.jacrev(m.last))(x).square().mean()),
+        steps(lambda m, x, y: torch.func.vmap(torch.func.jacrev(m.last))(x).square().mean()),
         r"goes backward itself.*into a submodule" if torch.__version__ < "2.12" else TRANSFORM,
     ),
-    "sparse gradients": (Sparse(False), r"sparse=True at .*Expected sparse=False"),
-    "a sparse buffer": (Sparse(True), "mixer"),
-    "a branch that is no check": (Steps(clamped), r"y\.max\(\) >= CLASSES"),
+    "sparse gradients": (sparse(False), r"sparse=True at .*Expected sparse=False"),
+    "a sparse buffer": (sparse(True), "mixer"),
+    "a branch that is no check": (steps(clamped), r"y\.max\(\) >= CLASSES"),
     "a batch size in a set": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last(x), y) * len({x.shape[0], y.shape[0]})),
+        steps(lambda m, x, y: F.cross_entropy(m.last(x), y) * len({x.shape[0], y.shape[0]})),
         r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False",
     ),
 }
@@ -331,22 +322,20 @@ def test_others_are_refused_by_their_line(name: str) -> None:
     refuse(*REFUSED[name])
 
 
-class Checked(TwoLayers):
+def checked(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Checks its labels, and what it computes, in its own forward."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if y is not None and y.max() >= CLASSES:
-            raise ValueError(f"Label {y.max()} is too large")
-        out = torch.tanh(self.first(x))
-        if not (out.abs() <= 1).all():
-            reason = "tanh is broken"
-            raise ValueError(reason)
-        with torch.no_grad():
-            assert out.isfinite().all().item(), "not finite"
-        return F.cross_entropy(self.last(out), y)
+    if y is not None and y.max() >= CLASSES:
+        raise ValueError(f"Label {y.max()} is too large")
+    out = torch.tanh(self.first(x))
+    if not (out.abs() <= 1).all():
+        reason = "tanh is broken"
+        raise ValueError(reason)
+    with torch.no_grad():
+        assert out.isfinite().all().item(), "not finite"
+    return F.cross_entropy(self.last(out), y)
 
 
-CASE = Case("checked", Checked, labelled)
+CASE = Case("checked", lambda: two_layers(checked), labelled)
 
 
 def test_checks_change_no_number() -> None:
@@ -377,7 +366,7 @@ def scheduled(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_numbers_that_a_model_holds_may_decide() -> None:
     """Once it was refused, or kept whole in a submodule. Another tensor, and other numbers, are traced anew."""
-    model = Written(scheduled, first=FIRST(), last=LAST())
+    model = two_layers(scheduled)
     model.times, model.widths = torch.linspace(0, 1, 5), torch.tensor([4, WIDTH - 4])
     given, wrapped = labelled(SIZE, 0)[1], AutoVaruna(model, num_micro_batches=2, **QUIET)
     for times in (model.times, torch.linspace(0.4, 0.9, 5), torch.linspace(1, 0, 3)):
@@ -387,21 +376,19 @@ def test_numbers_that_a_model_holds_may_decide() -> None:
     torch.testing.assert_close(wrapped(**given), model(**given))
 
 
-class Scattered(TwoLayers):
+def scattered(self: Any, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """Puts rows that belong to samples, but to no one sample each, where the samples want them."""
-
-    def forward(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        wanted = (y == 1)[:, None]
-        torch._assert_async(y.min() >= 0, "labels")
-        torch._check_tensor_all_with(ValueError, wanted.sum() * WIDTH == rows.numel(), lambda: "rows do not match")
-        return F.cross_entropy(self.last(self.first(x).masked_scatter(wanted, rows)), y)
+    wanted = (y == 1)[:, None]
+    torch._assert_async(y.min() >= 0, "labels")
+    torch._check_tensor_all_with(ValueError, wanted.sum() * WIDTH == rows.numel(), lambda: "rows do not match")
+    return F.cross_entropy(self.last(self.first(x).masked_scatter(wanted, rows)), y)
 
 
 def test_checks_of_torch_are_kept() -> None:
     """Rows that are no batch go to every micro-batch; the check of the model's own says that they are too many."""
     given = {**labelled(SIZE, 0)[1], "y": torch.tensor([1, 0] * (SIZE // 2)), "rows": torch.ones(SIZE // 2, WIDTH)}
-    Scattered()(**given).backward()
-    model = AutoVaruna(Scattered(), num_micro_batches=2, **QUIET)
+    two_layers(scattered)(**given).backward()
+    model = AutoVaruna(two_layers(scattered), num_micro_batches=2, **QUIET)
     line = r"raises at test_idioms\.py:\d+ \(torch\._"
     with pytest.raises(InputError, match=line + "check_tensor_all_with.*every micro-"):
         model(**given)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue.case import Batch, Case
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, hidden, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, hidden, labelled, two_layers
 from tests.products import some
 from tests.reference import bit_equal, compare, part, plain_micro_batched, ranges
 from tests.session.training import QUIET, Setup, measure, pipeline, refuse, same_gradients, train, train_as_plain
@@ -215,30 +215,23 @@ def test_what_another_call_keeps_is_refused() -> None:
         model(**BATCH)
 
 
-class Packed(nn.Module):
+def run_packed(self: Any, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Runs a recurrent module over sequences of several lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        packed, (hidden, _) = self.lstm(packed)
-        return pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])[0], hidden.transpose(0, 1)
+    packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    packed, (hidden, _) = self.lstm(packed)
+    return pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])[0], hidden.transpose(0, 1)
 
 
-class Reader(TwoLayers):
+def reader(packs_itself: bool) -> nn.Module:
     """Reads sequences, packed in a submodule or in the model's own forward."""
 
-    def __init__(self, packs_itself: bool) -> None:
-        super().__init__()
-        self.inner, self.packs_itself = Packed(), packs_itself
-
-    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
-        read = partial(Packed.forward, self.inner) if self.packs_itself else self.inner
-        found, hidden = read(torch.tanh(self.first(x)), lengths)
+    def read(self: Any, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        of_packed = partial(run_packed, self.inner) if packs_itself else self.inner
+        found, hidden = of_packed(torch.tanh(self.first(x)), lengths)
         return F.cross_entropy(self.last(found.mean(1) + hidden.sum(1).repeat(1, 2)), y)
+
+    lstm = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
+    return two_layers(read, inner=Written(run_packed, lstm=lstm))
 
 
 def sentences(size: int, step: int) -> Batch:
@@ -250,10 +243,10 @@ def sentences(size: int, step: int) -> Batch:
 
 def test_packed_sequences_train_in_a_submodule() -> None:
     """Lengths of zero are refused by torch where the module is tried out, and where its time is measured."""
-    case = Case("packed", lambda: Reader(False), sentences)
+    case = Case("packed", lambda: reader(False), sentences)
     train_as_plain(case, pipeline(2), 7, 7)
     measure(case, 7)
-    refuse(Reader(True), r"packs sequences at .*test_kept.*total_length=x\.shape\[1\]\)", sentences(4, 0)[1])
+    refuse(reader(True), r"packs sequences at .*test_kept.*total_length=x\.shape\[1\]\)", sentences(4, 0)[1])
 
 
 def strict(self: Any, x: Tensor) -> Tensor:
@@ -274,8 +267,7 @@ def tried(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_forward_may_catch_what_a_module_raises() -> None:
     """Once torch.export took the module for one that still ran."""
-    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, CLASSES)}
-    model = Written(tried, strict=Written(strict, layer=nn.Linear(WIDTH, WIDTH)), **layers)
+    model = two_layers(tried, strict=Written(strict, layer=nn.Linear(WIDTH, WIDTH)))
     same_gradients(pipeline(2), model, lambda wrapped: wrapped(**BATCH).backward())
 
 

@@ -19,7 +19,7 @@ from autovaruna import AutoVaruna, AutoVarunaError, InputError, TraceError, keep
 from autovaruna.graph.trace import trace
 from tests.catalogue import DEVICE
 from tests.catalogue.case import Case
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, function_of, labelled, two_layers
 from tests.graph.models import call_of
 from tests.products import some
 from tests.reference import bit_equal
@@ -58,50 +58,14 @@ class Root(torch.autograd.Function):
         return 0.5 * gradient * scores / (root * scores.numel())
 
 
-class Copied(torch.autograd.Function):
-    """Gives numbers on as they are, turns gradients round; each other kind does something else with them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -2.0 * gradient
+CENTRED = function_of(lambda gradient: gradient - gradient.mean(0))  # each sample's depends on those of the others
+CLAMPED = function_of(lambda gradient: gradient.clamp(-0.01, 0.01))  # is right for each sample, wrong for a weight
+RAISED = function_of(lambda gradient: torch.where(gradient.abs() < 1e-4, 2.0 * gradient, gradient))  # drawn are larger
+NOISY = function_of(lambda gradient: -2.0 * gradient, lambda x: x + torch.randn_like(x))
 
 
-class Centred(Copied):
-    """Gives each sample a gradient that depends on those of the others."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(0)
-
-
-class Clamped(Copied):
-    """Limits a gradient, which is right for each sample, and wrong for a weight."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clamp(-0.01, 0.01)
-
-
-class Raised(Copied):
-    """Is the identity but for small gradients, which it doubles: drawn ones are larger."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.where(gradient.abs() < 1e-4, 2.0 * gradient, gradient)
-
-
-class Noisy(Copied):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-
-class Turned(Copied):
-    """Is `Copied`, for a name of its own."""
+class Turned(function_of(lambda gradient: -2.0 * gradient)):  # type: ignore[misc]
+    """Turns gradients round."""
 
 
 CENTRE = keep_whole(lambda x: x - x.mean().item())
@@ -110,19 +74,13 @@ turn = Turned.apply
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-class Model(TwoLayers):
-    """Ends in a loss of itself, features and labels."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.loss, self.turn = loss, Turned.apply
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self, torch.tanh(self.first(x)), y)
+def model_of(loss: Loss) -> nn.Module:
+    """Returns a model that ends in a loss of itself, features and labels."""
+    return two_layers(lambda self, x, y: loss(self, torch.tanh(self.first(x)), y), turn=Turned.apply)
 
 
 def case_of(name: str, loss: Loss) -> Case:
-    return Case(f"function, {name}", lambda: Model(loss), labelled)
+    return Case(f"function, {name}", lambda: model_of(loss), labelled)
 
 
 def classify(change: Callable[[Any, Tensor], Tensor]) -> Loss:
@@ -174,8 +132,8 @@ AS_PLAIN: dict[str, Loss] = {
     "of a library": classify(lambda m, h: m.last(keep_whole(by_numpy)(h, m.last.bias))),
     "mean": lambda m, h, y: Half.apply(m.last(h), y, "mean"),
     "divided sum": lambda m, h, y: Half.apply(m.last(h), y, "sum") / h.shape[0],
-    "limited": classify(lambda m, h: m.last(Clamped.apply(h))),
-    "small gradients": lambda m, h, y: 1e-3 * F.cross_entropy(m.last(Raised.apply(h)), y),
+    "limited": classify(lambda m, h: m.last(CLAMPED.apply(h))),
+    "small gradients": lambda m, h, y: 1e-3 * F.cross_entropy(m.last(RAISED.apply(h)), y),
     "by any name": classify(lambda m, h: m.last(turn(m.turn(torch.tanh(turn(h)))))),
     "in C++": classify(lambda m, h: m.last(torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7))),
 }
@@ -195,9 +153,9 @@ REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
     "root": (lambda m, h, y: Root.apply(m.last(h)), InputError, "no mean over its samples"),
     "scripted, mixing": (classify(lambda m, h: m.last(normed(h))), TraceError, TOGETHER + "normed"),
     "marked, mixing": (classify(lambda m, h: m.last(CENTRE(h))), TraceError, TOGETHER + "CENTRE"),
-    "centred": (classify(lambda m, h: m.last(Centred.apply(h))), TraceError, GRADIENT + r"first\.weight"),
+    "centred": (classify(lambda m, h: m.last(CENTRED.apply(h))), TraceError, GRADIENT + r"first\.weight"),
     "limited weight": (
-        classify(lambda m, h: F.linear(h, Clamped.apply(m.last.weight))),
+        classify(lambda m, h: F.linear(h, CLAMPED.apply(m.last.weight))),
         *(TraceError, GRADIENT + r"last\.weight"),
     ),
     "covariance": (classify(lambda m, h: m.last(h * (1.0 + h.t().cov().square().mean()))), AutoVarunaError, MIXES),
@@ -219,7 +177,7 @@ def test_another_needs_the_whole_batch_in_one(name: str) -> None:
 
 def test_a_number_that_a_function_makes_and_nothing_trains_is_told(caplog: pytest.LogCaptureFixture) -> None:
     largest = keep_whole(lambda h: h.max().item() * torch.ones(()))
-    model = AutoVaruna(Model(lambda m, h, y: {"loss": m.last(h).mean(), "most": largest(h.detach())}), **TWO)
+    model = AutoVaruna(model_of(lambda m, h, y: {"loss": m.last(h).mean(), "most": largest(h.detach())}), **TWO)
     model(**labelled(SIZE, 0)[1])
     assert "output['most'] may be no mean over the samples (" in caplog.text
 
@@ -280,7 +238,7 @@ def saved_by_hooks(m: Any, h: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_function_that_draws_has_the_same_bits_on_any_number_of_stages() -> None:
-    case = case_of("noise", lambda m, h, y: F.cross_entropy(m.last(Noisy.apply(h)), y))
+    case = case_of("noise", lambda m, h, y: F.cross_entropy(m.last(NOISY.apply(h)), y))
     batches = [case.batch(SIZE, step) for step in range(2)]
     one, two = (train(case, pipeline(num_stages, num_micro_batches=3), batches) for num_stages in (1, 2))
     bit_equal(one, two)
@@ -303,7 +261,7 @@ LINES: dict[str, tuple[nn.Module, str, Any]] = {
         Written(lambda self, x: keep_whole(float)(x.sum()) * self.inner(x), inner=NET),
         *(f"float .* {NEITHER}it returns no tensor", X),
     ),
-    "hooks of saved tensors": (Model(saved_by_hooks), r"hooks for saved tensors.*in a submodule", None),
+    "hooks of saved tensors": (model_of(saved_by_hooks), r"hooks for saved tensors.*in a submodule", None),
     "weights": (reaching(False), WEIGHTS, X),
     "hidden weights": (reaching(True), WEIGHTS, X),
     "weights of a submodule": (inside(reaching(False)), WEIGHTS, None),  # other ranks may hold them
@@ -336,6 +294,6 @@ NODES: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_hooks_of_nodes_are_refused(node: str) -> None:
     """A trace would drop them; in a submodule they run."""
     find, name = NODES[node]
-    make = lambda: Written(hooked_node, first=nn.Linear(WIDTH, WIDTH), find=find, name=name)  # noqa: E731
+    make = lambda: two_layers(hooked_node, last=None, find=find, name=name)  # noqa: E731
     refuse(make(), r"node of a tensor \(grad_fn\) at .*test_kept_functions.*in a submodule", X)
     train_as_plain(Case(f"node {node}", lambda: inside(make()), labelled), pipeline(2), SIZE)

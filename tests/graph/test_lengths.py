@@ -26,19 +26,16 @@ LONGEST = 200
 NO_BATCH: Any = None  # batches are drawn
 
 
-class Encoder(nn.Module):
-    """An encoder over padded words, with the mean loss over those that are there."""
+def encode(self: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+    """Encodes padded words, with the mean loss over those that are there."""
+    hidden = self.body(self.embed(input_ids), src_key_padding_mask=attention_mask == 0)
+    return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True)  # rounding flips no ReLU
-        self.body = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.body(self.embed(input_ids), src_key_padding_mask=attention_mask == 0)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True)  # rounding flips no ReLU
+    head, embed = nn.Linear(WIDTH, WORDS), nn.Embedding(WORDS, WIDTH)
+    return Written(encode, embed=embed, body=nn.TransformerEncoder(layer, 2), head=head)
 
 
 def padded(draw: random.Random, size: int, length: int) -> dict[str, Tensor]:
@@ -67,7 +64,7 @@ PLACES = {"n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 256}
 TRANSLATING = {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}
 CASES = [
-    Case("encoder", Encoder, NO_BATCH),
+    Case("encoder", encoder, NO_BATCH),
     case("gpt2", "GPT2LMHeadModel", {**GPT, **PLACES}, NO_BATCH, has_dropout=False),
     case("t5", "T5ForConditionalGeneration", TRANSLATING, NO_BATCH, has_dropout=False),
     case("bert", "BertForMaskedLM", {**ENCODER, **NO_DROPOUT}, NO_BATCH, has_dropout=False),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.catalogue.case import Case
-from tests.catalogue.small import CLASSES, WIDTH, TwoLayers, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled, two_layers
 from tests.products import some
 from tests.session.training import pipeline, refuse, train_as_plain
 
@@ -20,19 +20,16 @@ Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 SIZE, MOST = 12, 9
 
 
-class Hard(TwoLayers):
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.loss = loss
-        self.register_buffer("most", torch.tensor(float(MOST)))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+def hard(loss: Loss) -> Any:
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
         scores = self.last(torch.tanh(self.first(x)))
-        return self.loss(self, scores, scores.argmax(1) != y, F.cross_entropy(scores, y, reduction="none"))
+        return loss(self, scores, scores.argmax(1) != y, F.cross_entropy(scores, y, reduction="none"))
+
+    return two_layers(forward, most=torch.tensor(float(MOST)))
 
 
 def case_of(name: str, loss: Loss) -> Case:
-    return Case(f"thresholds, {name}", lambda: Hard(loss), labelled)
+    return Case(f"thresholds, {name}", lambda: hard(loss), labelled)
 
 
 def places(losses: Tensor) -> Tensor:

@@ -125,10 +125,6 @@ def hook_fails() -> None:
     train(model, optimizer)
 
 
-def script_fails() -> None:
-    train(*wrap(), on_rank_1(fail))
-
-
 def script_fails_behind_a_hook() -> None:
     """Has its own group of torch.distributed, whose hook for errors hides them."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -208,11 +204,6 @@ def process_is_gone_before_others_begin() -> None:
     train(model, optimizer)
 
 
-def setting_is_unknown_to_one() -> None:
-    fault()
-    wrap(num_stage=2) if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else train(*wrap())
-
-
 def tracing_fails_at_once() -> None:
     """Rank 1 fails while rank 0 traces a model that takes long."""
 
@@ -239,6 +230,11 @@ STORIES: dict[str, Callable[[], object]] = {
     "nothing_fails": lambda: train(*wrap(load_deployment="auto", save_deployment=True)),
     "forward_fails": lambda: train(*wrap(), on_rank_1(set_trap("forward"))),
     "backward_from_outputs_fails": lambda: train(*wrap(OutputNet()), on_rank_1(set_trap("backward"))),
+    "script_fails": lambda: train(*wrap(), on_rank_1(fail)),
+    "setting_is_unknown_to_one": lambda: (
+        fault(),
+        train(*wrap(**({"num_stage": 2} if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else {}))),
+    ),
     "every_rank_fails": lambda: barrier_fails((0, 1)),
     "process_vanishes_well": lambda: train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0)))),
 }

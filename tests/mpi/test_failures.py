@@ -32,7 +32,7 @@ ENDINGS: dict[str, str] = {
     r"Traceback(?s:.*)ValueError: the story's error",
     "backward_from_outputs_fails": r"rank 1, stage 1, micro-batch 0 (?s:.*)in _trap_backward(?s:.*)the story's error",
     "hook_fails": r"rank 1 failed:(?s:.*)in hook_fails(?s:.*)ValueError: the story's error",
-    "script_fails": r"rank 1 failed:(?s:.*)in script_fails(?s:.*)ValueError: the story's error",
+    "script_fails": r"rank 1 failed:(?s:.*)in train(?s:.*)ValueError: the story's error",
     "script_fails_behind_a_hook": r"rank 1 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
     "script_shows_errors_itself": r"in barrier_fails(?s:.*)ValueError: the story's error",
     "thread_fails": r"rank 1 failed in thread reader(?s:.*)ValueError: the story's error",

@@ -132,28 +132,28 @@ def test_the_status_is_the_job_s(act: str, status: int, tmp_path: Path, script: 
     assert launch(tmp_path, "--gpus_per_node", "2", script, "--act", act).returncode == status
 
 
-ENDS = {signal.SIGTERM: (9, 2), signal.SIGHUP: (9, 2), signal.SIGKILL: (-signal.SIGKILL, 0)}
-"""The status of the launcher after a signal, and how many ranks were asked to end."""
+ENDS: dict[tuple[str, signal.Signals], tuple[int, int]] = {
+    ("wait", signal.SIGTERM): (9, 2),
+    ("wait", signal.SIGHUP): (9, 2),
+    ("wait", signal.SIGKILL): (-signal.SIGKILL, 0),
+    ("wait", signal.SIGINT): (128 + signal.SIGINT, 0),
+    ("join", signal.SIGINT): (128 + signal.SIGINT, 0),
+}
+"""The status of the launcher after a signal, and how many ranks were asked to end; by Ctrl-C all are interrupted."""
 
 
-@pytest.mark.parametrize("number", ENDS)
-def test_a_signal_to_the_launcher_ends_every_rank(number: signal.Signals, tmp_path: Path, script: str) -> None:
-    """Once, ranks went on when a terminal was closed, or the launcher was killed."""
-    with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
+@pytest.mark.parametrize(("act", "number"), ENDS)
+def test_a_signal_to_the_launcher_ends_every_rank(
+    act: str, number: signal.Signals, tmp_path: Path, script: str
+) -> None:
+    """Once, ranks went on when a terminal was closed, and Ctrl-C ended those that had joined with status 1."""
+    status, num_asked = ENDS[act, number]
+    with running(tmp_path, "--gpus_per_node", "2", script, "--act", act) as process:
         read_until(process, "up as", 2)
         process.send_signal(number)
         rest, _ = process.communicate(timeout=30)  # ends when nobody has the pipe open any more
-    assert (process.returncode, rest.count("asked to end")) == ENDS[number]
-
-
-@pytest.mark.parametrize("act", ["wait", "join"])
-def test_ctrl_c_ends_with_the_status_that_shells_give_it(act: str, tmp_path: Path, script: str) -> None:
-    """Once, ranks that had joined the world ended with status 1."""
-    with running(tmp_path, "--gpus_per_node", "2", script, "--act", act) as process:
-        read_until(process, "up as", 2)
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 128 + signal.SIGINT and "KeyboardInterrupt" in rest
+    assert process.returncode == status
+    assert "KeyboardInterrupt" in rest if number == signal.SIGINT else rest.count("asked to end") == num_asked
 
 
 def test_a_machine_that_cannot_be_reached_is_named(tmp_path: Path, script: str) -> None:

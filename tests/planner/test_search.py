@@ -1,35 +1,14 @@
-"""The search against all plans of small problems, and the bound against every one of them."""
+"""What the search finds; `test_every_depth` holds it to all plans of small problems."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-
-import pytest
 
 from autovaruna.graph.records import Size, Value
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
-from tests.planner.brute import assert_near_the_best, small_problem
-from tests.planner.cases import constrained, make_problem, make_uneven
-from tests.products import some
-
-
-@pytest.mark.parametrize(
-    ("kind", "start"),
-    [
-        *[("single", start) for start in some((0, 2193, 20, 40), 2)],  # of 2193 only the whole batch at once fits
-        *[("uneven", start) for start in some(range(0, 70, 10), 2)],
-        *[(kind, start) for kind in ("shared", "uneven shared") for start in some(range(0, 60, 20), 1)],
-    ],
-)
-def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(kind: str, start: int) -> None:
-    """On ranks that are alike or uneven, with one stage on each or two on some."""
-    for seed in range(start, start + (10 if "uneven" in kind else 20)):
-        problem, dice = small_problem(seed), random.Random(seed * 7 + 1)
-        problem = make_uneven(problem, dice, dice.randint(1, 3)) if "uneven" in kind else problem
-        assert_near_the_best(problem, is_ordered="uneven" not in kind, most_each=2 if "shared" in kind else 1)
+from tests.planner.cases import constrained, make_problem
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -78,12 +78,6 @@ def test_a_damaged_file_is_a_warning_and_is_written_again(tmp_path: Path, caplog
     assert cache(tmp_path).read(PARTS) == {KEY: COST}
 
 
-def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog) -> None:
-    (tmp_path / "file").write_text("")
-    cache(tmp_path / "file").write({KEY: COST, ("other", 1): COST})
-    assert len(caplog.messages) == 1 and "cannot be written" in caplog.text
-
-
 def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
     """Neither another number of layers, nor another batch size of the call, nor other names of modules matter."""
     renamed = Written(lambda self, x: self.renamed(x).square().mean(), renamed=nn.Sequential())
@@ -186,7 +180,14 @@ def test_a_link_is_kept_by_its_name_and_a_damaged_one_is_measured_again(tmp_path
     assert str(path) in caplog.text and "measuring again" in caplog.text
 
 
-def test_links_that_cannot_be_kept_are_one_warning(tmp_path: Path, caplog) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: cache(folder).write({KEY: COST, ("other", 1): COST}),
+        lambda folder: LinkCache(folder).write({"a b": LINK, "a c": LINK}),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_one_warning(write, tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("")
-    LinkCache(tmp_path / "file").write({"a b": LINK, "a c": LINK})
+    write(tmp_path / "file")
     assert len(caplog.messages) == 1 and "cannot be written" in caplog.text

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.ranks.world import World
-from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.catalogue.small import WIDTH, Written, labelled, two_layers
 from tests.products import diagonal
 from tests.rank_threads import run_ranks
 from tests.reference import gradients_of, sgd
@@ -179,7 +179,7 @@ def model_of(has_loss: bool) -> nn.Module:
         scores = self.last(torch.tanh(self.first(x)))
         return F.cross_entropy(scores, y) if has_loss else scores
 
-    return Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
+    return two_layers(forward)
 
 
 def of_loss(model: Any) -> None:

@@ -111,19 +111,35 @@ STALE: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"loss_mode": "outputs"}, r"setting loss_mode changed \(auto -> outputs\)"),
     "setting": ({"num_micro_batches": 4}, r"setting num_micro_batches changed \(0 -> 4\)"),
 }
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "cut": (lambda c: c["stages"].append(c["stages"][0] | {"cut": "lost"}), "cut 'lost' names no block"),
+    "ranks": (lambda c: c["stages"][0].update(ranks=[5]), r"stages\[0\].ranks is \[5\]"),
+    "too_few": (lambda c: c.update(num_micro_batches=1), "num_micro_batches is 1, expected 2 to 8"),
+    "too_many": (lambda c: c.update(num_micro_batches=10**9), "expected 2 to 8"),
+}
 
 
-@pytest.mark.parametrize("what", some([*STALE], 3))
-def test_a_stale_one_is_refused_if_it_must_be_used_else_planned_again(file: Path, what: str, lines: Lines) -> None:
-    """The new one is not for the old run."""
-    changes, words = STALE[what]
+@pytest.mark.parametrize("what", [*some([*STALE], 3), *some([*BROKEN], 2)])
+def test_one_that_does_not_fit_is_refused_if_it_must_be_used_else_planned_again(
+    file: Path, what: str, lines: Lines
+) -> None:
+    """The new one is not for the old run; a copy of what a person has written is kept."""
+    is_stale, changes = what in STALE, {}
+    if is_stale:
+        changes, words = STALE[what]
+    else:
+        change, words = BROKEN[what]
+        edit(file, change)
     before = file.read_bytes()
-    with pytest.raises(DeploymentError, match=f"(?s)is stale: .*{words}.*load_deployment='auto'"):
+    with pytest.raises(
+        DeploymentError, match=f"(?s)is stale: .*{words}.*load_deployment='auto'" if is_stale else words
+    ):
         start(load_deployment=True, **changes)
     assert file.read_bytes() == before
     start(**changes)
-    (told,) = (line for line in lines() if line.startswith("planning again: "))
+    (told,) = (line for line in lines() if ("planning again: " if is_stale else "a copy is kept") in line)
     assert re.search(words, told) and file.read_bytes() != before
+    assert is_stale or Path(f"{file}.damaged").read_bytes() == before
     start(load_deployment=True, **changes)
 
 
@@ -141,29 +157,6 @@ def test_edited_by_hand_it_is_used(file: Path, no_measuring: None) -> None:
     plan = start(load_deployment=True)
     assert [stage.ranks for stage in plan.stages] == [(1,), (0,)]
     assert plan.num_micro_batches == 4
-
-
-BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "cut": (lambda c: c["stages"].append(c["stages"][0] | {"cut": "lost"}), "cut 'lost' names no block"),
-    "ranks": (lambda c: c["stages"][0].update(ranks=[5]), r"stages\[0\].ranks is \[5\]"),
-    "too_few": (lambda c: c.update(num_micro_batches=1), "num_micro_batches is 1, expected 2 to 8"),
-    "too_many": (lambda c: c.update(num_micro_batches=10**9), "expected 2 to 8"),
-}
-
-
-@pytest.mark.parametrize("what", some([*BROKEN], 2))
-def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(file: Path, what: str, lines: Lines) -> None:
-    """A copy of what a person has written is kept."""
-    change, words = BROKEN[what]
-    edit(file, change)
-    before = file.read_bytes()
-    with pytest.raises(DeploymentError, match=words):
-        start(load_deployment=True)
-    assert file.read_bytes() == before
-    start()
-    assert any(re.search(words, line) and "a copy is kept" in line for line in lines())
-    assert Path(f"{file}.damaged").read_bytes() == before
-    start(load_deployment=True)
 
 
 @pytest.mark.parametrize("act", some(["trace", "measure", "make_plan", "save"], 2))

@@ -16,6 +16,7 @@ from autovaruna import AutoVaruna
 from autovaruna.ranks.world import World
 from autovaruna.runtime import metrics as metrics_module
 from autovaruna.schedule.simulation import StepSeconds
+from tests.catalogue.small import Written
 from tests.rank_threads import run_ranks
 from tests.session.training import QUIET, trace_shared
 
@@ -35,22 +36,19 @@ def _every_norm_is_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "_SHARE_FOR_NORM", math.inf)
 
 
-class Words(nn.Module):
+def talk(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Returns logits and loss, as many models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.last(torch.relu(self.first(self.embed(tokens))))
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    logits = self.last(torch.relu(self.first(self.embed(tokens))))
+    return logits, nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-class Named(Words):
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return dict(zip(("logits", "loss"), super().forward(tokens), strict=True))
+def talk_by_name(self: Any, tokens: Tensor) -> dict[str, Tensor]:
+    return dict(zip(("logits", "loss"), talk(self, tokens), strict=True))
+
+
+def talker(forward: Any = talk) -> nn.Module:
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WORDS)}
+    return Written(forward, embed=nn.Embedding(WORDS, WIDTH), **layers)
 
 
 def loss_of(out: Any) -> Tensor:
@@ -88,10 +86,10 @@ def train(net: nn.Module, rank: int, num_steps: int, **settings: Any) -> tuple[A
     return model, said
 
 
-@pytest.mark.parametrize("kind", [Words, Named])
-def test_one_process_counts_what_plain_pytorch_does(kind: type[Words]) -> None:
+@pytest.mark.parametrize("kind", [talk, talk_by_name])
+def test_one_process_counts_what_plain_pytorch_does(kind: Any) -> None:
     torch.manual_seed(0)
-    net = kind()
+    net = talker(kind)
     by_hand = norms_by_hand(copy.deepcopy(net), 1, 3)
     model, said = train(net, 0, 3, **QUIET)
     assert model.plan is None and model.metrics.step == 3
@@ -107,7 +105,7 @@ def test_one_process_counts_what_plain_pytorch_does(kind: type[Words]) -> None:
 @pytest.mark.parametrize("settings", [STAGES, REPLICAS, STAGES | {"stage_ranks": [[0, 1]], "shard_optimizer": True}])
 def test_ranks_count_the_global_batch(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    net, num_steps = Words(), 4
+    net, num_steps = talker(), 4
     by_hand = norms_by_hand(copy.deepcopy(net), 2, num_steps)
 
     def be_rank(world: World) -> tuple[list[dict[str, float]], str, float]:
@@ -132,7 +130,7 @@ def test_ranks_count_the_global_batch(settings: dict[str, Any]) -> None:
 
 def test_the_rate_counts_from_step_to_step_and_over_accumulated_calls() -> None:
     torch.manual_seed(0)
-    net = Words()
+    net = talker()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = AutoVaruna(net, optimizer, **QUIET)
     around = []
@@ -156,7 +154,7 @@ def test_the_rate_counts_from_step_to_step_and_over_accumulated_calls() -> None:
 
 
 def test_a_rank_that_is_waited_for_shows_in_the_others_messages() -> None:
-    net, slept = Words(), 0.1
+    net, slept = talker(), 0.1
 
     def be_rank(world: World) -> list[StepSeconds]:
         own, found = copy.deepcopy(net), []
@@ -190,7 +188,7 @@ def test_a_loss_of_the_scripts_own_counts_all_but_the_loss() -> None:
 
 
 def test_without_an_optimizer_a_step_ends_where_the_next_begins() -> None:
-    model = AutoVaruna(Words(), **QUIET)
+    model = AutoVaruna(talker(), **QUIET)
     for step in range(2):
         model(words(step))[1].backward()
     assert model.metrics.step == 2 and model.metrics.learning_rates == ()

@@ -17,7 +17,7 @@ from autovaruna.runtime.batch import cut_batch
 from autovaruna.schedule.pipeline import even_sizes, slices
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
-from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, labelled, two_layers
 from tests.reference import Record, compare, gradients_of
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train_as_plain
 
@@ -75,7 +75,7 @@ def asking(self: Any, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("sizes", [(3, 1, 3), (1, 3, 1)])
 def test_a_branch_for_one_sample_is_taken_where_the_batch_has_one(sizes: tuple[int, ...]) -> None:
     """A micro-batch of one sample of several is not alone."""
-    make = lambda: Written(asking, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))  # noqa: E731
+    make = lambda: two_layers(asking)  # noqa: E731
     train_as_plain(Case("asking", make, labelled), pipeline(2, num_micro_batches=3), *sizes)
 
 
@@ -114,7 +114,7 @@ def messages() -> nn.Module:
         return F.cross_entropy(self.last(torch.tanh(h)), y)
 
     torch.manual_seed(0)
-    return Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
+    return two_layers(forward)
 
 
 def graph(rank: int) -> Graph:

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, InputError, OrderError, TraceError
+from autovaruna import AutoVaruna, AutoVarunaError, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
 from autovaruna.graph.call import describe
 from autovaruna.ranks.world import World
-from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, function_of, labelled, two_layers
 from tests.rank_threads import run_ranks
 from tests.reference import Record, compare, gradients_of
 from tests.session.training import QUIET, Setup, as_plain, on_ranks, pipeline, refuse
@@ -31,10 +31,6 @@ TWO = QUIET | {"num_micro_batches": 2, "num_stages": 2, "inputs": "replicated"}
 TOKENS = 11
 WHOLE = {"inputs": "replicated", "num_micro_batches": 1, "dynamic_batch": False}
 TOGETHER = r"inputs='replicated', num_micro_batches=1, dynamic_batch=False together"
-
-
-def two(forward: Callable[..., Any], **more: Any) -> Any:
-    return Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES), **more)
 
 
 def optional(self: Any, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
@@ -56,7 +52,7 @@ def test_option_objects_are_told_apart_by_what_they_hold() -> None:
         assert wrapped.num_traces == 2
         assert losses[0] == losses[1] != losses[2]
 
-    on_ranks(pipeline(2, num_micro_batches=2), two(optional), run)
+    on_ranks(pipeline(2, num_micro_batches=2), two_layers(optional), run)
 
 
 def test_a_model_that_is_split_is_neither_wrapped_nor_cast_again() -> None:
@@ -73,29 +69,25 @@ def test_a_model_that_is_split_is_neither_wrapped_nor_cast_again() -> None:
         with pytest.raises(InputError, match=r"is torch.float16 on cpu, expected torch.float32.*torch\.autocast"):
             wrapped(**BATCH)
 
-    on_ranks(pipeline(2, num_micro_batches=2, shares=(0.0,)), two(optional), run)
+    on_ranks(pipeline(2, num_micro_batches=2, shares=(0.0,)), two_layers(optional), run)
 
 
 def add_positions(self: Any, x: Tensor) -> Tensor:
     return x + self.table[: x.shape[0]]  # the positions
 
 
-class TimeFirst(nn.Module):
+def encode(self: Any, src: Tensor, y: Tensor) -> Tensor:
     """Takes (time, batch) through an encoder, with a mask made from the length of what it is given."""
+    length = src.shape[0] if isinstance(self.places, Written) else len(src)
+    h = self.places(self.words(src))
+    h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
+    return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
 
-    def __init__(self, has_positions: bool) -> None:
-        super().__init__()
-        self.words, self.has_positions = nn.Embedding(TOKENS, WIDTH), has_positions
-        self.places = Written(add_positions, table=torch.randn(5000, 1, WIDTH)) if has_positions else nn.Identity()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.last = nn.Linear(WIDTH, TOKENS)
 
-    def forward(self, src: Tensor, y: Tensor) -> Tensor:
-        length = src.shape[0] if self.has_positions else len(src)
-        h = self.places(self.words(src))
-        h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
-        return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
+def time_first(places: nn.Module) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
+    layers = {"layers": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "last": nn.Linear(WIDTH, TOKENS)}
+    return Written(encode, words=nn.Embedding(TOKENS, WIDTH), places=places, **layers)
 
 
 def nodes(self: Any, x: Tensor, joined: Tensor) -> Tensor:
@@ -112,8 +104,16 @@ recurrent = lambda self, x, state: self.last(self.cell(x, state)[0]).square().me
 RECURRENT = Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
 WORDS = (torch.arange(30).reshape(5, 6) % TOKENS, torch.arange(1, 31).reshape(5, 6) % TOKENS)
 CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
-    "time first": (TimeFirst(False), WORDS, r"self\.layers\(h.*batch_first=False\) takes the first one for time.*"),
-    "positions": (TimeFirst(True), WORDS, r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*"),
+    "time first": (
+        time_first(nn.Identity()),
+        WORDS,
+        r"self\.layers\(h.*batch_first=False\) takes the first one for time.*",
+    ),
+    "positions": (
+        time_first(Written(add_positions, table=torch.randn(5000, 1, WIDTH))),
+        WORDS,
+        r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*",
+    ),
     "state": (RECURRENT, (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2), r"which state_0 \(1, 6, 12\), .*"),
     "graph": (GRAPH, JOINED, r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
 }
@@ -156,22 +156,11 @@ def seldom(self: Any, words: Tensor) -> Tensor:
     return self.table(words).square().mean()
 
 
-POLICY = two(lambda self, x: torch.distributions.Categorical(logits=self.last(x)))
-BAGS = two(bags, bag=nn.EmbeddingBag(9, WIDTH))
+POLICY = two_layers(lambda self, x: torch.distributions.Categorical(logits=self.last(x)))
+BAGS = two_layers(bags, bag=nn.EmbeddingBag(9, WIDTH))
 OFFSETS = {"offsets": torch.tensor([0, 2, 3, 7]), "words": torch.arange(9), "y": torch.zeros(4).long()}
 SELDOM = Written(seldom, table=nn.Embedding(9, WIDTH, scale_grad_by_freq=True))
 WORDS_OF_FEW = {"words": torch.arange(8).view(4, 2) % 3}
-REFUSED: dict[str, tuple[nn.Module, str, dict[str, Tensor] | None]] = {
-    "changed arguments": (two(masking), r"changes its arguments x, y in place.*x\.clone\(\)", None),
-    "no tensors": (POLICY, "returns nothing but Categorical, which hides its tensors", X),
-    "offsets": (BAGS, "offsets says where bags begin .*pad", OFFSETS),
-    "frequencies": (SELDOM, "scale_grad_by_freq has gradients go by how often", WORDS_OF_FEW),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_mistake_is_named(what: str) -> None:
-    refuse(*REFUSED[what])
 
 
 def statistics(self: Any, x: Tensor) -> Tensor:
@@ -197,7 +186,7 @@ def test_an_error_of_the_model_is_all_that_is_said(caplog: pytest.LogCaptureFixt
 def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autovaruna"):
         norm = nn.Sequential(nn.BatchNorm1d(WIDTH), Written(mask, mask=torch.ones(WIDTH)))
-        AutoVaruna(two(statistics, norm=norm, mean=torch.zeros(WIDTH)), **ONE)(**X)
+        AutoVaruna(two_layers(statistics, norm=norm, mean=torch.zeros(WIDTH)), **ONE)(**X)
     assert "forward changes mean by the numbers of its samples" in caplog.text
 
 
@@ -220,7 +209,7 @@ def leaving_one(self: Any, x: Tensor) -> Tensor:
 
 
 def leaver() -> Any:
-    model = two(leaving, extra=0.0, places=None, log={}, seen=0)
+    model = two_layers(leaving, extra=0.0, places=None, log={}, seen=0)
     nn.utils.parametrizations.weight_norm(model.last)
     return model
 
@@ -237,7 +226,7 @@ def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_forward_leaves_in_attributes_is_refused_where_it_is_used() -> None:
     """Once, a loss of it was made of what was there before the call, and trained on without it."""
-    inner = two(leaving_one, extra=0.0, losses=[])
+    inner = two_layers(leaving_one, extra=0.0, losses=[])
     model = AutoVaruna(inner, **ONE)
     for _ in range(2):
         loss = F.cross_entropy(model(**X), BATCH["y"])
@@ -277,7 +266,7 @@ def test_what_forward_raises_on_all_ranks_is_what_they_raise(refusing: tuple[int
     """On one rank alone it is a refusal on all; the script's own except would leave the others behind."""
 
     def be_rank(world: World) -> None:
-        model = two(raising)
+        model = two_layers(raising)
         model.refused = [WIDTH] if world.rank in refusing else []
         kind, words = (OwnError, "^too wide") if len(refusing) == 2 else (TraceError, "raises OwnError")
         with pytest.raises(kind, match=words) as found:
@@ -337,7 +326,7 @@ OBJECTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_a_batch_may_be_in_an_object(kind: str) -> None:
     """Once, no argument was a batch. Names are those of attributes and keys."""
-    arguments, model = (OBJECTS[kind](BATCH["x"], torch.ones(6, WIDTH)), BATCH["y"]), two(taking)
+    arguments, model = (OBJECTS[kind](BATCH["x"], torch.ones(6, WIDTH)), BATCH["y"]), two_layers(taking)
     compare(step_of(AutoVaruna(model, **ONE), arguments), step_of(model, arguments))
     assert describe(model, arguments, {})[1].inputs[0].name == "samples_tensors"
 
@@ -346,11 +335,32 @@ class Hiding(OrderedDict[str, Any]):
     """Is more than its attributes and items."""
 
 
-def test_an_object_that_hides_its_tensors_is_named() -> None:
-    with pytest.raises(InputError, match=r"argument samples is a Hiding, which hides .*register_pytree_node"):
-        AutoVaruna(two(taking), **ONE)(Hiding(tensors=BATCH["x"]), BATCH["y"])
-    with pytest.raises(InputError, match=r"argument samples_inner is a Linear, which hides"):
-        AutoVaruna(two(taking), **ONE)({"inner": nn.Linear(2, 2)}, BATCH["y"])
+def blocks(self: Any, x: Tensor) -> Tensor:
+    """Has a size that rounds to one for small batches, which is no constant."""
+    return self.last(x) * int(torch.ceil(torch.tensor(x.shape[0] / 32)))
+
+
+Refused = tuple[nn.Module, str, dict[str, Any] | None, type[AutoVarunaError]]
+REFUSED: dict[str, Refused] = {
+    "changed arguments": (two_layers(masking), r"changes its arguments x, y in place.*x\.clone\(\)", None, TraceError),
+    "no tensors": (POLICY, "returns nothing but Categorical, which hides its tensors", X, TraceError),
+    "offsets": (BAGS, "offsets says where bags begin .*pad", OFFSETS, TraceError),
+    "frequencies": (SELDOM, "scale_grad_by_freq has gradients go by how often", WORDS_OF_FEW, TraceError),
+    "rounded sizes": (two_layers(blocks), r"int\(\) of a tensor", X, TraceError),
+    "an object that hides its tensors": (
+        *(two_layers(taking), r"argument samples is a Hiding, which hides .*register_pytree_node"),
+        *({"samples": Hiding(tensors=BATCH["x"]), "y": BATCH["y"]}, InputError),
+    ),
+    "a module in a dict": (
+        *(two_layers(taking), r"argument samples_inner is a Linear, which hides"),
+        *({"samples": {"inner": nn.Linear(2, 2)}, "y": BATCH["y"]}, InputError),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_mistake_is_named(what: str) -> None:
+    refuse(*REFUSED[what])
 
 
 class TwoSteps(torch.optim.SGD):
@@ -386,31 +396,16 @@ def test_a_function_transform_around_the_wrapper_is_refused() -> None:
         torch.func.jacrev(wrapped)(X["x"])
 
 
-def test_sizes_that_round_to_one_for_small_batches_are_no_constants() -> None:
-    def blocks(self: Any, x: Tensor) -> Tensor:
-        return self.last(x) * int(torch.ceil(torch.tensor(x.shape[0] / 32)))
-
-    with pytest.raises(TraceError, match=r"int\(\) of a tensor"):
-        AutoVaruna(Written(blocks, last=nn.Linear(WIDTH, CLASSES)), **ONE)(**X)
-
-
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].clamp(-0.002, 0.002)
+CLIPPED = function_of(lambda gradient: gradient.clamp(-0.002, 0.002))
 
 
 def test_gradients_that_are_clipped_on_the_way_are_not_scaled_afterwards() -> None:
     """Once, those of a loss that a script divides were those of the whole loss, clipped and then divided."""
-    model = two(lambda self, x, y: F.cross_entropy(self.last(Clipped.apply(torch.tanh(self.first(x)))), y))
+    model = two_layers(lambda self, x, y: F.cross_entropy(self.last(CLIPPED.apply(torch.tanh(self.first(x)))), y))
     (model(**BATCH) / 4).backward()
     expected = gradients_of(model)
     model.zero_grad()
-    with pytest.raises(InputError, match=r"backward of Clipped at .*: got 0.25 times the loss.*loss_mode='outputs'"):
+    with pytest.raises(InputError, match=r"backward of .*Own at .*: got 0.25 times the loss.*loss_mode='outputs'"):
         (AutoVaruna(model, **ONE)(**BATCH) / 4).backward()
     model.zero_grad()
     (AutoVaruna(model, loss_mode="outputs", **ONE)(**BATCH) / 4).backward()

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
-from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.catalogue.small import Written, function_of, labelled, two_layers
 from tests.products import diagonal, some
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
 from tests.session.training import Setup, as_plain, merge, needs_own_autograd, on_ranks, pipeline, train, train_rank
@@ -108,20 +108,11 @@ def two_terms(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scores, loss, self.last.weight.square().sum()
 
 
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None
-
-
+NO_GRADIENT = function_of(lambda gradient: None, torch.mean)
 OWN_SAMPLES = "made outside of the model, by each rank"
 TUPLES: dict[str, tuple[Any, str, Callable[[Any], Tensor], str | None, dict[str, str]]] = {
     "loss": (scored, "loss", lambda out: out[1], None, {}),
-    "no gradient": (scored, "loss", lambda out: out[1] + NoGradient.apply(out[0]), None, {}),
+    "no gradient": (scored, "loss", lambda out: out[1] + NO_GRADIENT.apply(out[0]), None, {}),
     "both": (rebuilt, "outputs", lambda out: out[0].mean() + out[1], OWN_SAMPLES, {}),
     "term": (rebuilt, "outputs", lambda out: out[1], r"starts from output\[1\] .*pass loss_mode='loss'", {}),
     "asked": (rebuilt, "loss", lambda out: out[1], None, {"loss_mode": "loss"}),
@@ -134,7 +125,7 @@ def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> Non
     """Once, none was seen beside scores, and a remark said that the script made it outside of the model."""
     forward, mode, loss_of, remark, settings = TUPLES[kind]
     caplog.set_level(logging.INFO, "autovaruna.runtime.step")
-    plain = Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
+    plain = two_layers(forward)
     batch = labelled(8, 0)[1]
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:

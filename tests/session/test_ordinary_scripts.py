@@ -6,6 +6,7 @@ import copy
 import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -51,23 +52,23 @@ def test_strides_of_one_sample_do_not_count() -> None:
             torch.testing.assert_close(out, expected[place])
 
 
-def test_a_frozen_model_gives_gradients_to_its_inputs() -> None:
+Story = Callable[[Any, Any], Any]
+
+
+def through_frozen(model: Any, optimizer: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Once, an actor that goes backward through its critic, frozen for that, ended in an error of numpy."""
-
-    def story(model: Any, optimizer: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
-        step(model, optimizer)
-        model.requires_grad_(False)
-        actions = X.clone().requires_grad_()
-        model(actions).square().mean().backward()
-        model.requires_grad_(True)
-        step(model, optimizer)
-        return actions.grad, dict(model.state_dict())
-
-    as_plain(TWO, layers(), story)
+    step(model, optimizer)
+    model.requires_grad_(False)
+    actions = X.clone().requires_grad_()
+    model(actions).square().mean().backward()
+    model.requires_grad_(True)
+    step(model, optimizer)
+    return actions.grad, dict(model.state_dict())
 
 
-def initialise_anew(model: Any) -> Tensor:
-    """Draws all weights anew, by several of torch's ways."""
+def initialised_anew(model: Any, optimizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Once, ranks drew for their own weights alone: other numbers, and shuffles that differed from then on."""
+    step(model, optimizer)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         nn.init.normal_(weight, 0, 0.1, generator=generator)
@@ -76,17 +77,7 @@ def initialise_anew(model: Any) -> Tensor:
             nn.init.orthogonal_(weight, generator=generator)
             nn.init.kaiming_uniform_(weight, generator=generator)
         weight.data.uniform_(-1, 1, generator=generator)
-    return torch.randperm(8, generator=generator)
-
-
-def test_edits_draw_what_plain_pytorch_draws() -> None:
-    """Once, ranks drew for their own weights alone: other numbers, and shuffles that differed from then on."""
-
-    def story(model: Any, optimizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        step(model, optimizer)
-        return initialise_anew(model), dict(model.state_dict())
-
-    as_plain(TWO, layers(), story, rtol=0, atol=0)
+    return torch.randperm(8, generator=generator), dict(model.state_dict())
 
 
 def decayed(shadow: list[Tensor], model: Any) -> None:
@@ -99,43 +90,49 @@ def as_new(shadow: list[Tensor], model: Any) -> None:
     shadow[:] = [mean * 0.9 + weight * 0.1 for mean, weight in zip(shadow, model.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("update", [decayed, as_new])
-def test_an_average_in_a_list_of_clones(update: Callable[[list[Tensor], Any], None]) -> None:
+def averaged(update: Callable[[list[Tensor], Any], None], model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Once, the first update after the split was refused, though each needs the numbers of one weight alone."""
-
-    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
-        shadow = [each.clone().detach() for each in getattr(model, "module", model).parameters()]
-        for _ in range(3):
-            step(model, optimizer)
-            with torch.no_grad():
-                update(shadow, model)
-                for weight, mean in zip(model.parameters(), shadow, strict=True):
-                    weight.copy_(mean)
-        assert sum(not each.is_meta for each in shadow) == len(held(model))
-        return {name: each.detach() for name, each in model.state_dict().items()}
-
-    as_plain(TWO, layers(), story)
+    shadow = [each.clone().detach() for each in getattr(model, "module", model).parameters()]
+    for _ in range(3):
+        step(model, optimizer)
+        with torch.no_grad():
+            update(shadow, model)
+            for weight, mean in zip(model.parameters(), shadow, strict=True):
+                weight.copy_(mean)
+    assert sum(not each.is_meta for each in shadow) == len(held(model))
+    return {name: each.detach() for name, each in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_the_norm_of_all_weights(norm_type: float) -> None:
-    def story(model: Any, optimizer: Any) -> list[Tensor]:
-        norms = []
-        for _ in range(2):
-            if isinstance(model, AutoVaruna):
-                norms.append(model.parameter_norm(norm_type).cpu())
-            else:
-                norms.append(nn.utils.get_total_norm(list(model.parameters()), norm_type).detach())
-            step(model, optimizer)
-        return norms
+def normed(norm_type: float, model: Any, optimizer: Any) -> list[Tensor]:
+    norms = []
+    for _ in range(2):
+        if isinstance(model, AutoVaruna):
+            norms.append(model.parameter_norm(norm_type).cpu())
+        else:
+            norms.append(nn.utils.get_total_norm(list(model.parameters()), norm_type).detach())
+        step(model, optimizer)
+    return norms
 
-    found = as_plain(TWO, layers(), story, rtol=1e-6, atol=0)
-    assert found[0] == found[1]
+
+AROUND: dict[str, tuple[Story, dict[str, float]]] = {
+    "gradients of inputs through a frozen model": (through_frozen, {}),
+    "weights that are drawn anew": (initialised_anew, {"rtol": 0, "atol": 0}),
+    "an average in a list of clones": (partial(averaged, decayed), {}),
+    "an average in new tensors": (partial(averaged, as_new), {}),
+    "the norm of all weights": (partial(normed, 2.0), {"rtol": 1e-6, "atol": 0}),
+    "the greatest of all weights": (partial(normed, float("inf")), {"rtol": 1e-6, "atol": 0}),
+}
+
+
+@pytest.mark.parametrize("what", AROUND)
+def test_what_is_done_around_a_split_model_is_as_in_plain_pytorch(what: str) -> None:
+    story, tolerances = AROUND[what]
+    found = as_plain(TWO, layers(), story, **tolerances)
+    assert "norm" not in what or found[0] == found[1]
 
 
 CASE = CASES["conv_net_batch_norm"].without_dropout()
-SETUPS = {"two": pipeline(2, num_micro_batches=1), "replicas": Setup(((0, 1),), num_micro_batches=1)}
-Story = Callable[[Any, Any], Any]
+SETUPS = {"two": TWO, "replicas": Setup(((0, 1),), num_micro_batches=1)}
 
 
 def loss_of(model: Any, seed: int) -> Tensor:

@@ -19,7 +19,7 @@ from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError, InputError
 from autovaruna.ranks.world import World
 from tests.catalogue import CASES, DEVICE, Batch, Case
-from tests.catalogue.small import words
+from tests.catalogue.small import Written, words
 from tests.products import diagonal
 from tests.rank_threads import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, part, sgd, weights_of
@@ -122,32 +122,28 @@ def loop(way: Way, case: Case, model: Any, optimizer: Any, scaler: Any, batches:
     return Trained(record, scales)
 
 
-class Mixed(nn.Module):
+def mix(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Leaves autocast and enters it in the middle, with and without gradients; has dropout, BatchNorm and a tie."""
-
-    def __init__(self, rate: float = 0.3) -> None:
-        super().__init__()
-        self.words = nn.Embedding(23, 12)
-        self.first, self.second, self.third = (nn.Linear(12, 12) for _ in range(3))
-        self.norm = nn.LayerNorm(12)
-        self.batch_norm = nn.BatchNorm1d(12)
-        self.drop = nn.Dropout(rate)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.drop(self.first(self.words(x)))
-        with torch.autocast(DEVICE.type, enabled=False):
-            with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-                turn = h @ h.transpose(1, 2)
-            h = h + torch.softmax(turn.to(self.second.weight.dtype), -1) @ self.second(h.to(self.second.weight.dtype))
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            h = h + self.third(self.norm(h.to(self.second.weight.dtype))).to(h.dtype)
-        h = self.drop(self.batch_norm(h.transpose(1, 2))).transpose(1, 2).to(self.words.weight.dtype)
-        return F.cross_entropy(F.linear(h, self.words.weight)[:, 0].float(), y)
+    h = self.drop(self.first(self.words(x)))
+    with torch.autocast(DEVICE.type, enabled=False):
+        with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            turn = h @ h.transpose(1, 2)
+        h = h + torch.softmax(turn.to(self.second.weight.dtype), -1) @ self.second(h.to(self.second.weight.dtype))
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        h = h + self.third(self.norm(h.to(self.second.weight.dtype))).to(h.dtype)
+    h = self.drop(self.batch_norm(h.transpose(1, 2))).transpose(1, 2).to(self.words.weight.dtype)
+    return F.cross_entropy(F.linear(h, self.words.weight)[:, 0].float(), y)
 
 
-MIXED = Case("mixed", Mixed, words, has_dropout=True, has_batch_norm=True)
+def mixed(rate: float = 0.3) -> nn.Module:
+    layers = {name: nn.Linear(12, 12) for name in ("first", "second", "third")}
+    norms = {"norm": nn.LayerNorm(12), "batch_norm": nn.BatchNorm1d(12)}
+    return Written(mix, words=nn.Embedding(23, 12), drop=nn.Dropout(rate), **layers, **norms)
+
+
+MIXED = Case("mixed", mixed, words, has_dropout=True, has_batch_norm=True)
 MIXED_BATCHES = [MIXED.batch(7, step) for step in range(3)]
-SURE = Case("mixed_sure", lambda: Mixed(0.0), words, has_batch_norm=True)
+SURE = Case("mixed_sure", lambda: mixed(0.0), words, has_batch_norm=True)
 CASE = CASES["chain"]
 HALF = Way(autocast=torch.float16, scale=2.0**12)
 BATCHES = [CASE.batch(6, step) for step in range(4)]

@@ -21,7 +21,7 @@ from autovaruna.elastic.rank_script import SAVED
 from autovaruna.ranks.transport.base import TensorTransfer
 from autovaruna.ranks.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.ranks.world import World
-from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
+from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled, two_layers
 from tests.products import some
 from tests.rank_threads import RankThread, run_ranks
 from tests.session.training import QUIET, descend, trace_shared
@@ -169,20 +169,15 @@ def test_ranks_that_pass_the_same_samples_are_told_once(kind: str, caplog: pytes
     assert times == 0 or all(name in caplog.text for name in ("ElasticSampler", "DistributedSampler", "replicated"))
 
 
-class WithTable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, y: Tensor, table: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        return (self.last(self.first(x) + table.sum(0)).squeeze(1) - y).square().mean(), number + 1
+def with_table(self: Any, x: Tensor, y: Tensor, table: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    return (self.last(self.first(x) + table.sum(0)).squeeze(1) - y).square().mean(), number + 1
 
 
 def test_a_table_as_long_as_the_batch_is_told_and_named(caplog: pytest.LogCaptureFixture) -> None:
     """Once, its rows were taken for those of samples, and its sum was another, without a word."""
     torch.manual_seed(0)
     table, xs, ys = torch.randn(6, WIDTH), torch.randn(12, WIDTH), torch.randn(12)
-    plain = WithTable()
+    plain = two_layers(with_table, last=nn.Linear(WIDTH, 1))
     expected = plain(xs, ys, table, torch.tensor(3))[0].item()
     models = [copy.deepcopy(plain) for _ in range(2)]
 

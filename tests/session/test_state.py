@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from autovaruna import AutoVaruna, InputError, RankError, load_checkpoint
 from autovaruna.runtime.step import Step
 from tests.catalogue import CASES, Batch, Case
-from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, hidden, labelled
 from tests.collector import spare_collector
 from tests.products import diagonal
 from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps, sgd
@@ -143,21 +143,18 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert one[2] == pytest.approx(expected, rel=1e-5)
 
 
-class Ordered(nn.Module):
+def scaled_mean(self: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(self.kernel(x)).mean((2, 3))
+    return ((self.last(hidden) + hidden @ self.other) * self.scale).square().mean()
+
+
+def ordered(kind: str) -> nn.Module:
     """Has a kernel with its channels last, an expanded buffer, or a weight that is a part of another tensor."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kernel, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
-        self.other = nn.Parameter(torch.randn(4, 9)[:, 2:7] if kind == "sliced" else torch.randn(4, 5))
-        self.register_buffer("scale", torch.full((1,), 0.5).expand(5) if kind == "expanded" else torch.ones(5))
-        if kind == "channels_last":
-            self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.kernel(x)).mean((2, 3))
-        out: Tensor = (self.last(hidden) + hidden @ self.other) * self.scale
-        return out.square().mean()
+    other = torch.randn(4, 9)[:, 2:7] if kind == "sliced" else torch.randn(4, 5)
+    scale = torch.full((1,), 0.5).expand(5) if kind == "expanded" else torch.ones(5)
+    parts = {"kernel": nn.Conv2d(3, 4, 3), "last": nn.Linear(4, 5), "other": nn.Parameter(other), "scale": scale}
+    memory_format = torch.channels_last if kind == "channels_last" else torch.preserve_format
+    return Written(scaled_mean, **parts).to(memory_format=memory_format)
 
 
 @pytest.mark.parametrize("kind", ["channels_last", "expanded", "sliced"])
@@ -175,7 +172,7 @@ def test_every_rank_has_the_same_whole_state(kind: str) -> None:
         moments = [values["momentum_buffer"] for values in optimizer.state_dict()["state"].values()]
         return state | {f"moment {place}": value for place, value in enumerate(moments)}
 
-    as_plain(pipeline(2, num_micro_batches=1), Ordered(kind), story, rtol=0, atol=0)
+    as_plain(pipeline(2, num_micro_batches=1), ordered(kind), story, rtol=0, atol=0)
 
 
 BATCH = labelled(6, 0)[1]["x"]
@@ -194,7 +191,7 @@ def test_an_added_group_trains_and_is_saved(grows_after: int) -> None:
         assert [group["lr"] for group in moments["param_groups"]] == [0.1, 0.3]
         return model.state_dict(), moments["state"]
 
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    net = hidden()
     last = lambda parameters: torch.optim.Adam(list(parameters)[2:], lr=0.1)  # noqa: E731
     as_plain(pipeline(2, num_micro_batches=1), net, story, last)
 
@@ -226,7 +223,7 @@ def test_an_added_group_of_another_model_is_refused() -> None:
 
 def test_what_a_script_sets_after_load_checkpoint_stays(tmp_path: Path) -> None:
     """Once, the first call, which reads the optimizer's state, read its options and state again over the script's."""
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    net = hidden(nn.Tanh())
 
     def save(model: AutoVaruna, optimizer: Optimizer, rank: int) -> dict[str, Any]:
         descend(model(BATCH).square().mean(), optimizer)
@@ -263,7 +260,7 @@ def test_parameters_of_an_optimizer_in_another_order_keep_their_state() -> None:
         descend(model(BATCH).square().mean(), optimizer)
         return model.state_dict(), optimizer.state_dict()
 
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    net = hidden(nn.Tanh())
     as_plain(pipeline(2, num_micro_batches=1), net, story)
 
 
@@ -277,7 +274,7 @@ def test_a_first_replica_without_samples_takes_the_buffers_of_the_next_one() -> 
             descend(model(own).square().mean() if rank < 0 else model(own).square().sum() / 4 / CLASSES, optimizer)
         return model.state_dict()
 
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+    net = hidden(nn.BatchNorm1d(WIDTH))
     setup = Setup(((0, 1),), num_micro_batches=2, settings={"inputs": "per_rank"})
     found = on_ranks(setup, net, run, sgd)
     expected = run(net, sgd(net.parameters()), -1)
