@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -44,7 +45,7 @@ def users_line() -> str:
 
 def line_with(words: re.Pattern[str], module: nn.Module) -> str:
     """Returns `` at file:line (code)`` of the first line of a module's forward that has some words, or of its first."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)  # one that the script has put on the instance, too
     if code is None:
         return ""
     lines = {line: linecache.getline(code.co_filename, line).strip() for *_, line in code.co_lines() if line}
