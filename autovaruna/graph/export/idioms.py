@@ -253,14 +253,12 @@ def varying_lengths() -> Iterator[None]:
 
     Python takes whole numbers alone from ``__len__``, and a length may vary with the batch.
     """
-    tracing, plain = get_ident(), len
 
-    def length(value: Any, /) -> Any:
-        if isinstance(value, Tensor) and get_ident() == tracing and value.dim():
-            return value.shape[0] if is_users(sys._getframe(1).f_code.co_filename) else plain(value)
-        return plain(value)
+    def length(plain: Any, value: Any) -> Any:
+        is_length = isinstance(value, Tensor) and value.dim() and is_users(sys._getframe(2).f_code.co_filename)
+        return value.shape[0] if is_length else plain(value)
 
-    with replaced(builtins, "len", length):
+    with replaced_here(builtins, "len", length):
         yield
 
 
