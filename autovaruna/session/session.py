@@ -43,7 +43,7 @@ from autovaruna.runtime.witness import witness_of
 from autovaruna.session.agreement import Agreement, Known, compare_settings
 from autovaruna.session.batch_values import WholeBatch
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.memory import HeldMemory, rank_memory, resident_bytes
+from autovaruna.session.memory import HeldMemory, resident_bytes
 from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import FirstCall, GivenPlan, Prepared, prepare
@@ -348,7 +348,7 @@ class Session:
         )
         witness = witness_of(
             *(settings, model.module, world, device, plan.predicted_seconds),
-            memory_bytes=rank_memory(world, device, settings),
+            memory_bytes=prepared.fingerprint.memory_bytes[world.rank],
             step=lambda: run.step + 1,
             saved=self._persistence.words_of_saved,
         )
