@@ -27,8 +27,6 @@ from autovaruna.graph.source_lines import first_line, origin
 from autovaruna.graph.traced import OutputKind, TracedModel
 from autovaruna.stage.module import StageModule
 
-MOST_SAMPLES, MOST_COUNTED = 6, 16
-"""How many samples are looked at where a part of one micro-batch cannot be tried, and where counts of several meet."""
 _MOST_SCALED = 3
 _TURNS = 6
 """Numbers may go by each of its divisors in turns: by every second or third place in the batch."""

@@ -15,7 +15,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import AutoVarunaError
 from autovaruna.evidence.clock import SHARE, Clock
 from autovaruna.evidence.stage_rows import Observed, Terms, UntriedError
-from autovaruna.evidence.witness import MOST_COUNTED, MOST_SAMPLES, StageWitness
+from autovaruna.evidence.witness import StageWitness
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.traced import TracedModel
@@ -28,6 +28,8 @@ from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import StageModule
 
 logger = logging.getLogger(__name__)
+_MOST_SAMPLES, _MOST_COUNTED = 6, 16
+"""How many samples are looked at where a part of one micro-batch cannot be tried, and where counts of several meet."""
 _WHAT = "running samples of the step in parts"
 _UNTRIED = (
     "%s was not run again on parts of a micro-batch: %s. So nobody knows whether micro-batches give what the whole "
@@ -86,7 +88,7 @@ class Witness:
 
     def most_at_once(self, program: Program, stage: int) -> int:
         """Returns how many samples are looked at together: as many as rank and plan have memory for."""
-        most = MOST_COUNTED if program.traced.joins_counts else MOST_SAMPLES
+        most = _MOST_COUNTED if program.traced.joins_counts else _MOST_SAMPLES
         return max(2, int(min(most, program.graph.plan.samples_inside(stage, self.memory_bytes))))
 
     def chosen(self, program: Program) -> dict[int, list[int]]:
