@@ -252,7 +252,7 @@ class StageFormula:
         """Returns the table; `load` is the micro-batches of a replica over its speed, at most."""
         share = -(-self.sized.num_micro_batches // replicas)
         seconds = self._work_within(limit, share, depth) * load
-        seconds += share * self.sized.overhead_seconds
+        seconds += num_messages * (self.sized.overhead_seconds + self._busy_seconds(before, behind))
         np.maximum(seconds, num_messages * self._messages(before, behind), out=seconds)
         seconds += self._before
         reduce = self.sized.reduce_seconds(replicas, self.sized.tables.trained_bytes, is_local=is_local)
@@ -271,6 +271,12 @@ class StageFormula:
                 fits = num_bytes.at(depth, share) <= limit
                 np.minimum(best, seconds * (in_flight / depth), out=best, where=fits)
         return best
+
+    def _busy_seconds(self, before: LinkCost, behind: LinkCost) -> Array:
+        """Returns what the messages of every range take of its processor for a micro-batch."""
+        held = self.sized.held
+        first = (held.received + held.gradients_sent) * before.busy_seconds_per_byte
+        return first + (held.sent + held.gradients_received) * behind.busy_seconds_per_byte
 
     def _message_seconds(self, before: LinkCost, behind: LinkCost) -> Array:
         """Returns what the messages of every range take for a micro-batch, over the links to its neighbours."""

@@ -216,9 +216,11 @@ class _LinkRecord(msgspec.Struct):
 
     latency_seconds: Amount
     bytes_per_second: Positive | None
+    busy_seconds_per_byte: Amount = 0.0
 
     def cost(self) -> LinkCost:
-        return LinkCost(self.latency_seconds, math.inf if self.bytes_per_second is None else self.bytes_per_second)
+        rate = math.inf if self.bytes_per_second is None else self.bytes_per_second
+        return LinkCost(self.latency_seconds, rate, self.busy_seconds_per_byte)
 
 
 class _PredictedStage(msgspec.Struct):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
+from itertools import cycle, islice
 from operator import attrgetter
 
 import numpy as np
@@ -69,9 +70,13 @@ class Edges:
 
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
     """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
+    found = (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size)
+    stages = [StageTimes(*_TIMES(stage)) for stage in plan.stages]
+    if plan.remote_link.busy_seconds_per_byte:
+        stages = _with_messages(plan, stages, found)
     return Pipeline(
-        tuple(StageTimes(*_TIMES(stage)) for stage in plan.stages),
-        (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
+        tuple(stages),
+        found,
         plan.num_ranks,
         plan.num_micro_batches,
         plan.link,
@@ -80,6 +85,27 @@ def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipelin
         plan.optimizer_seconds(),
         plan.cores_per_rank,
     )
+
+
+def _with_messages(plan: Plan, stages: Sequence[StageTimes], edges: Iterable[Edge]) -> list[StageTimes]:
+    """Returns stages whose work has in it what messages take of the processors of both ends, on average."""
+    forward, backward = [0.0] * len(stages), [0.0] * len(stages)
+    for edge in edges:
+        busy = _busy_seconds_per_byte(plan, stages[edge.source].ranks, stages[edge.destination].ranks)
+        for end in (edge.source, edge.destination):
+            forward[end] += busy * edge.forward_bytes
+            backward[end] += busy * edge.backward_bytes
+    return [
+        replace(each, forward_seconds=each.forward_seconds + more, backward_seconds=each.backward_seconds + back)
+        for each, more, back in zip(stages, forward, backward, strict=True)
+    ]
+
+
+def _busy_seconds_per_byte(plan: Plan, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
+    """Returns the mean over the micro-batches that go from some ranks to others."""
+    count = min(math.lcm(len(senders), len(receivers)), plan.num_micro_batches)
+    pairs = islice(zip(cycle(senders), cycle(receivers), strict=False), count)
+    return sum(plan.link(a, b).busy_seconds_per_byte for a, b in pairs if a != b) / count
 
 
 def policy_of(name: str) -> Policy:

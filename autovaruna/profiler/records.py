@@ -25,10 +25,14 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """A message of n bytes takes ``latency_seconds + n / bytes_per_second``."""
+    """A message of n bytes takes ``latency_seconds + n / bytes_per_second``.
+
+    Meanwhile each end computes, but for ``n * busy_seconds_per_byte``, in which its processor has the message.
+    """
 
     latency_seconds: Amount
     bytes_per_second: Rate
+    busy_seconds_per_byte: Amount = 0.0
 
     def seconds(self, num_bytes: Amount) -> float:
         """Returns the predicted seconds for a message of `num_bytes`."""

@@ -10,12 +10,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from itertools import chain, cycle
 from statistics import median
 
 import torch
 
 from autovaruna.profiler.cache import LinkCache
+from autovaruna.profiler.measure import own_clock
 from autovaruna.profiler.records import LinkCost
 from autovaruna.ranks.buckets import GradientSums
 from autovaruna.ranks.torch_channel import neighbours
@@ -28,6 +30,8 @@ LINK_TAG = (1 << 20) - 1
 SHORT_BYTES, SHORT_TIMES = 256, 30
 LONG_BYTES, LONG_TIMES = 1 << 20, 10
 LINK_ATTEMPTS = 3
+BUSY_BYTES, BUSY_TIMES, BUSY_PARTS = 1 << 18, 8, 8
+MOST_BUSY_SECONDS = 0.05
 LEAST_SUM_BYTES, MOST_SUM_BYTES = 4 << 20, 32 << 20
 MOST_SUM_TENSORS = 2000
 SUM_TIMES = 3
@@ -74,7 +78,7 @@ def _measured_links(world: World, pairs: list[Pair], device: torch.device) -> di
     for _ in range(LINK_ATTEMPTS):
         seconds = _measure_pairs(world, unclear, device)
         links.update({pair: _link_of(*times) for pair, times in seconds.items()})
-        unclear = [pair for pair, (small, large) in seconds.items() if large <= small]
+        unclear = [pair for pair, (small, large, _) in seconds.items() if large <= small]
     if unclear:
         logger.warning(
             "between ranks %s a message of %d bytes took longer than one of %d, %d times: other programs use the "
@@ -87,30 +91,34 @@ def _measured_links(world: World, pairs: list[Pair], device: torch.device) -> di
     return links
 
 
-def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, tuple[float, float]]:
-    """Returns the seconds of a small message, and of a large one both ways at once, for each pair, on every rank."""
-    mine: dict[Pair, tuple[float, float]] = {}
+def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, tuple[float, float, float]]:
+    """Returns the seconds of a small message, of a large one both ways at once, and those in which between hosts it
+    keeps a rank busy, for each pair, on every rank."""
+    mine: dict[Pair, tuple[float, float, float]] = {}
     for some in rounds_of(pairs):
         world.barrier("measuring links")
         for pair in some:
             if world.rank in pair:
                 peer = sum(pair) - world.rank
                 small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
-                mine[pair] = small, both_ways_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
+                large = both_ways_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
+                is_far = device.type == "cpu" and len({world.hosts[rank] for rank in pair}) > 1
+                mine[pair] = small, large, busy_seconds(world, peer, large, device) if is_far else 0.0
     own = [pair for pair in pairs if max(pair) == world.rank]  # each pair once
     rows = world.gather_numbers(chain(*map(mine.__getitem__, own)), "measuring links") if pairs else []
-    places = [iter(zip(row[::2], row[1::2], strict=True)) for row in rows]
+    places = [iter(zip(row[::3], row[1::3], row[2::3], strict=True)) for row in rows]
     return {pair: next(places[max(pair)]) for pair in pairs}
 
 
-def _link_of(small_seconds: float, large_seconds: float) -> LinkCost:
+def _link_of(small_seconds: float, large_seconds: float, busy_seconds: float) -> LinkCost:
     """Returns the link on which a small and a large message take these times.
 
     If the small one took longer, by chance, the large one's time is all bandwidth.
     """
+    busy = busy_seconds / (2 * LONG_BYTES)
     if large_seconds <= small_seconds:
-        return LinkCost(large_seconds, LONG_BYTES / large_seconds)
-    return LinkCost(small_seconds, (LONG_BYTES - SHORT_BYTES) / (large_seconds - small_seconds))
+        return LinkCost(large_seconds, LONG_BYTES / large_seconds, busy)
+    return LinkCost(small_seconds, (LONG_BYTES - SHORT_BYTES) / (large_seconds - small_seconds), busy)
 
 
 def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
@@ -149,6 +157,39 @@ def both_ways_seconds(world: World, peer: int, num_bytes: int, num_times: int, d
     return _median_seconds([swap], num_times, device)
 
 
+def busy_seconds(world: World, peer: int, large_seconds: float, device: torch.device) -> float:
+    """Returns the seconds in which a large message, there and back, keeps this rank from computing.
+
+    By its own clock: it computes, in some parts as a step does, alone and beside a shorter message both ways, three
+    times as long as that takes.
+    """
+    outgoing, incoming = (torch.zeros(BUSY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    matrix, now, share = torch.zeros(128, 128, device=device), own_clock(device), BUSY_BYTES / LONG_BYTES
+    meet, receive = _ends(world, peer, SHORT_BYTES, device)
+
+    def compute(num_times: int) -> float:
+        started = now()
+        for _ in range(num_times):
+            torch.tanh(matrix @ matrix)
+        return now() - started
+
+    num_times, seconds = min(3 * share * large_seconds, MOST_BUSY_SECONDS) / (compute(100) / 100), list[float]()
+    for turn in range(2 * BUSY_TIMES):
+        met = meet()
+        receive()
+        met.wait()
+        started, under_way = now(), list[Pending]()
+        if turn % 2:
+            under_way += world.receive([incoming], peer, LINK_TAG), world.send([outgoing], peer, LINK_TAG)
+        for _ in range(BUSY_PARTS):
+            compute(round(num_times / BUSY_PARTS))
+            world.progress()
+        seconds.append(now() - started)
+        for message in under_way:
+            message.wait()
+    return max(0.0, median(seconds[3::2]) - median(seconds[2::2])) / share
+
+
 def _ends(
     world: World, peer: int, num_bytes: int, device: torch.device
 ) -> tuple[Callable[[], Pending], Callable[[], None]]:
@@ -179,7 +220,7 @@ def _median_seconds(acts: Sequence[Callable[[], None]], num_times: int, device: 
 
 
 def _typical(links: list[LinkCost]) -> LinkCost:
-    return LinkCost(median(link.latency_seconds for link in links), median(link.bytes_per_second for link in links))
+    return LinkCost(*(median(numbers) for numbers in zip(*map(astuple, links), strict=True)))
 
 
 def measure_sums(world: World, sizes: Sequence[int], device: torch.device, cache: LinkCache | None = None) -> LinkCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,23 @@ def test_all_reduce_overlaps_with_the_backwards_of_earlier_stages_only() -> None
     exposed = reduced.predicted_seconds - plain.predicted_seconds
     assert exposed < sum(stage.reduce_seconds for stage in reduced.stages)
     assert exposed >= reduced.stages[0].reduce_seconds - plain.stages[0].reduce_seconds - 1e-9
+
+
+def test_a_message_between_hosts_keeps_both_ends_busy_and_one_within_a_host_does_not() -> None:
+    """One micro-batch, so that nothing hides: sender and receiver pay for each byte of both messages."""
+    problem, busy = make_problem(8, 2, 8), 1e-4
+    links = {"local_link": LinkCost(0.0, math.inf), "remote_link": LinkCost(0.0, math.inf, busy)}
+    near, far = (plan_of(on_cluster(problem, hosts=hosts, **links), ((0,), (1,)), 1) for hosts in ("aa", "ab"))
+    (edge,) = pipeline_of(near, problem.graph).edges
+    more = 2 * busy * (edge.forward_bytes + edge.backward_bytes)
+    assert far.predicted_seconds - near.predicted_seconds == pytest.approx(more) and more > 0
+
+
+def test_ranks_with_several_stages_are_planned_for_only_while_messages_cost_their_processors_little() -> None:
+    problem = make_problem(12, 2, 8, num_replicas=1)
+    rate = {"hosts": "ab", "overhead_seconds": 0.0}
+    free, busy = (make_plan(on_cluster(problem, remote_link=LinkCost(0.0, 1e9, each), **rate)) for each in (0.0, 1e-3))
+    assert free.is_shared and not busy.is_shared
 
 
 def test_ties_are_summed_over_all_ranks_that_hold_them() -> None:
