@@ -181,8 +181,11 @@ class Planner:
 
     def _depth(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         share = -(-candidate.num_micro_batches // counts[stage])
-        if candidate.schedule == "gpipe" or candidate.depth == DEEPEST:
+        if candidate.schedule == "gpipe":
             return share
+        if candidate.depth == DEEPEST:
+            is_alone = stage == len(counts) - 1 and not candidate.is_interleaved
+            return 1 if is_alone else share  # it goes backward right after each forward
         forced = self.problem.constraints.in_flight
         return min(forced or DEPTHS[candidate.depth](len(counts), stage, counts), share)
 

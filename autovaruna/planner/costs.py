@@ -197,7 +197,7 @@ class StageFormula:
 
         others' forwards | micro-batches: their work, or their messages | all-reduce and optimizer, or others' backwards
 
-    The last is for the first stages alone. A rank with several stages gives each its part of time and memory.
+    With the others' is what their messages take. A rank with several stages gives each its part of time and memory.
     """
 
     def __init__(self, sized: SizedProblem) -> None:
@@ -254,10 +254,11 @@ class StageFormula:
         seconds = self._work_within(limit, share, depth) * load
         seconds += num_messages * (self.sized.overhead_seconds + self._busy_seconds(before, behind))
         np.maximum(seconds, num_messages * self._messages(before, behind), out=seconds)
-        seconds += self._before
+        first, last = self._fill_seconds(before)
+        seconds += self._before + first
         reduce = self.sized.reduce_seconds(replicas, self.sized.tables.trained_bytes, is_local=is_local)
         optimizer = self.sized.optimizer_seconds * (self.sized.owned_share(replicas) / slowest)
-        seconds += np.maximum(self._after, reduce + optimizer)
+        seconds += np.maximum(self._after + last, reduce + optimizer)
         return seconds
 
     def _work_within(self, limit: float, share: int, in_flight: int) -> Array:
@@ -271,6 +272,15 @@ class StageFormula:
                 fits = num_bytes.at(depth, share) <= limit
                 np.minimum(best, seconds * (in_flight / depth), out=best, where=fits)
         return best
+
+    def _fill_seconds(self, before: LinkCost) -> tuple[Array, Array]:
+        """Returns what the first activations of every range are on their way, and its last gradients."""
+        held = self.sized.held
+        received, sent = (
+            np.where(each > 0, before.latency_seconds + each / before.bytes_per_second, 0.0)
+            for each in (held.received, held.gradients_sent)
+        )
+        return received, sent
 
     def _busy_seconds(self, before: LinkCost, behind: LinkCost) -> Array:
         """Returns what the messages of every range take of its processor for a micro-batch."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autovaruna.graph.records import Size, Value
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
-from tests.planner.cases import constrained, make_problem
+from tests.planner.cases import constrained, make_problem, on_cluster
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -48,3 +50,16 @@ def test_progress_is_told_and_the_plan_is_the_same_wherever_it_is_made() -> None
     assert RankOrders(one, problem.graph).planned == RankOrders(other, problem.graph).planned
     assert len({what for what, _ in told}) > 1
     assert all(0 <= share <= 1 for _, share in told)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_where_messages_take_as_long_as_a_stage_the_plan_is_no_slower_than_two_stages_that_are_given(seed: int) -> None:
+    """The cuts make up for the first message's way and the last one's, and the first stage runs far ahead."""
+    near = make_problem(64, 2, 32, seed, num_replicas=1, max_stages_per_rank=1)
+    costs = near.cost_table.at(4.0)
+    stage_seconds = float((costs.forward_seconds + costs.backward_seconds).sum()) / 2
+    typical_bytes = sorted(value.size.at(4) for value in near.graph.values)[32]
+    link = LinkCost(1e-5, 2 * typical_bytes / stage_seconds)
+    problem = on_cluster(near, hosts=("a", "b"), remote_link=link)
+    given = [make_plan(constrained(problem, num_stages=2, num_micro_batches=count)) for count in (4, 8, 16)]
+    assert make_plan(problem).predicted_seconds <= min(plan.predicted_seconds for plan in given)
