@@ -4,8 +4,8 @@ A GPT, AdamW with clipping, one global batch; ours by its own plan, FSDP2 with `
 cut in the middle under 1F1B with the better of two numbers of micro-batches. Two ranks of one thread: on one machine,
 and on two emulated hosts (`tests/hosts`, as root) whose links are slow. The ways run in turn in one job, after their
 losses have agreed, as many rounds as go into a minute, four at least: seconds of a step, beside the bound of our plan,
-and bytes that a host sends, beside what the link alone takes for them. Ours has made its first 17 steps by then, of which it
-looks at six again, as it does later at one of a hundred. Then what a rank holds, of each way in a job by
+and bytes that a host sends, beside what the link alone takes for them. Ours has made its first 17 steps by then, of
+which it looks at six again, as it does later at one of a hundred. Then what a rank holds, of each way in a job by
 itself: its peak above what it held before the model; and the deepest model, by the line through two depths, that fits
 into `--memory`, with the peak of that model.
 
@@ -221,12 +221,12 @@ def be_rank(job: Job) -> None:
             way.step()
         losses.append([way.global_loss() for way in ways])
         assert max(losses[-1]) - min(losses[-1]) <= TOLERANCE * losses[-1][0], f"losses of {job.ways} differ: {losses}"
-    for way in ways if job.rounds else ():
-        for _ in range(LOOKED_AT - len(losses) if way.name == "ours" else 0):
-            way.step()
     with torch.device("meta"):
         whole = GPT(job.width, job.layers, job.width // 64, NUM_TOKENS)
     rounds = COMM.bcast(min(job.rounds, max(LEAST_ROUNDS, int(JOB_SECONDS / (perf_counter() - began)))))
+    for way in ways if job.rounds else ():
+        for _ in range(LOOKED_AT - len(losses) if way.name == "ours" else 0):
+            way.step()
     found: dict[str, Any] = {"losses": losses, "plans": {way.name: way.plan for way in ways}}
     found["bounds"] = {way.name: way.bound for way in ways}
     found["parameters"] = sum(each.numel() for each in whole.parameters())
