@@ -4,10 +4,10 @@ A GPT, AdamW with clipping, one global batch; ours by its own plan, FSDP2 with `
 cut in the middle under 1F1B with the better of two numbers of micro-batches. Two ranks of one thread: on one machine,
 and on two emulated hosts (`tests/hosts`, as root) whose links are slow. The ways run in turn in one job, after their
 losses have agreed, as many rounds as go into a minute, four at least: seconds of a step, beside the bound of our plan,
-and bytes that a host sends, beside what the link alone takes for them. Ours has made its first 17 steps by then, of
-which it looks at six again, as it does later at one of a hundred. Then what a rank holds, of each way in a job by
-itself: its peak above what it held before the model; and the deepest model, by the line through two depths, that fits
-into `--memory`, with the peak of that model.
+and bytes that a host sends, beside what the link alone takes for them. Ours has made its first 17 steps by then, among
+which it looks at some again, for a hundredth of a thousand steps' time. Then what a rank holds, of each way in a job
+by itself: its peak above what it held before the model; and the deepest model, by the line through two depths, that
+fits into `--memory`, with the peak of that model.
 
 python benchmarks/alternatives.py [--quick] [--memory 512] [--only machine hosts memory]
 """
