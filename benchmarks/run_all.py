@@ -25,6 +25,7 @@ SCRIPTS = {
     "data_parallel": "Against DistributedDataParallel",
     "alternatives": "Beside DDP, FSDP2 and torch.distributed.pipelining",
     "network": "Over emulated hosts, beside what is predicted",
+    "copies": "Steps with copies of snapshots on their way",
     "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
     "crowded": "Ranks that share cores",
@@ -36,6 +37,7 @@ SCRIPTS = {
     "checkpoint_delay": "Steps with a checkpoint in the background",
 }
 NO_QUICK = {
+    "copies": ["--pairs", "2", "--seconds", "10"],
     "agreement": ["--times", "50", "--ranks", "2", "8"],
     "overhead": ["--seconds", "6"],
     "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
