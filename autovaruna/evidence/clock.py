@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 SHARE = 0.01  # of the time of a run
 _FIRST = (1, 2, 3, 5, 9, 17, 33, 65)
+_SURE = 5  # the step up to which the first ones are looked at, whatever that takes
 _EVERY, _IN_ADVANCE = 100, 1000  # steps
 _MOST_FIRST = 3  # steps of one kind that are looked at as its first, while none of them goes backward
 
@@ -15,8 +16,8 @@ _MOST_FIRST = 3  # steps of one kind that are looked at as its first, while none
 class Clock:
     """Counts steps that train, on all ranks alike: what decides is what all ranks have heard of each other.
 
-    The share is that of a thousand steps in advance, and of calls that trace. What first looks at a kind of steps take
-    is a part of such calls.
+    The share is that of a thousand steps in advance, and of calls that trace. Steps 1, 2, 3 and 5 are looked at
+    whatever that takes. What first looks at a kind of steps take is a part of such calls.
 
     Args:
         share: Of the time of a run.
@@ -50,7 +51,8 @@ class Clock:
         self._step_seconds = step_seconds or self._step_seconds
         if self._step_seconds:
             num_paid = math.ceil((self._spent + max(seconds)) / max(self._share * self._step_seconds, 1e-9))
-            self._due = max(self._due, num_paid if num_paid > _IN_ADVANCE else 0)
+            is_spent = self.num_steps >= _SURE and num_paid > _IN_ADVANCE
+            self._due = max(self._due, num_paid if is_spent else 0)
 
     def is_new(self, key: str) -> bool:
         """Whether no step of a kind has been looked at, and some have begun at most."""
