@@ -302,8 +302,8 @@ NO_NUMBER: dict[str, Loss] = {
     f"{SIZE} clamp computes with": lambda m, x, y: m.losses(m.layers[0](x).clamp(max=x.shape[0] / 2), y).mean(),
     "no mean over its samples: mean": lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).mean(),
     "no mean over its samples: square": lambda m, x, y: (m.losses(m.layers[0](x), y).sum() + m.penalty()) / x.shape[0],
-    f"{MIXES} unsqueeze is": lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
-    f"{MIXES} cumsum is": lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
+    f"{MIXES} unsqueeze": lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
+    f"{MIXES} cumsum": lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
     f"{MIXES} arange.* ": lambda m, x, y: m.losses(
         m.layers[0](x) + m.layers[0].weight.repeat(9, 1)[torch.arange(x.shape[0])], y
     ).mean(),

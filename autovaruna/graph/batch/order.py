@@ -20,7 +20,7 @@ from autovaruna.graph.batch.interpret import BatchAnalysis, read
 from autovaruna.graph.evaluate import call, evaluate
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
-from autovaruna.graph.operators import Dependence, Trait, arguments, has, is_random, name_of, reached
+from autovaruna.graph.operators import Dependence, Trait, arguments, has, is_differentiable, is_random, name_of, reached
 from autovaruna.graph.precision import without_autocast
 
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"})
@@ -28,6 +28,7 @@ _PARTS = (3, 2)
 ALL = sum(_PARTS)
 _SIZES = (ALL, *_PARTS)
 _BY_SAMPLE = torch.arange(ALL)
+_MOST_ELEMENTS = 1 << 22
 
 
 class _TornError(Exception):
@@ -44,6 +45,7 @@ class SampleOrders:
     def __init__(self, graph: KnownGraph) -> None:
         self.values, self._sizes = BatchAnalysis(graph), graph.sizes
         self._rows: dict[fx.Node, Tensor | None] = {}
+        self._fitting: dict[tuple[fx.Node, int], bool] = {}
         self.torn: dict[fx.Node, str] = {}
         for node in graph.module.graph.nodes if graph.sizes.symbol is not None else ():
             if self.values[node].dependence is Dependence.NONE or node.op == "output":
@@ -69,6 +71,51 @@ class SampleOrders:
             return outer
         length = sympy.cancel(free_value(node).shape[self._grown(node)[0][1]].node.expr / self._sizes.symbol)
         return length if outer == num_rows else None if length.free_symbols else outer
+
+    def fits(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether what follows from sizes alone is, for a micro-batch, what its samples meet of it in a node."""
+        others = [each for each in (node, *read(node)) if self.values[each].dependence is not Dependence.NONE]
+        alike = [each for each in others if self._num_rows(each) == self._num_rows(source)]
+        rows = next((rows for each in alike if (rows := self.of(each)) is not None), self.of(source))
+        if rows is None or (source, id(rows)) in self._fitting:
+            return rows is None or self._fitting[source, id(rows)]
+        self._fitting[source, id(rows)] = found = self._is_alike(source, rows)
+        return found
+
+    def _is_alike(self, node: fx.Node, rows: Tensor) -> bool:
+        """Whether a value has for the parts the rows that it has for the batch, from drawn state and random numbers."""
+        value, sizes = node.meta["val"], self._sizes
+        dimension = sizes.batch_dimension(value)
+        if dimension is None or sizes.depends_on_data(node) or math.prod(sizes.shape(value, ALL)) > _MOST_ELEMENTS:
+            return True
+
+        def is_drawn(each: fx.Node) -> bool:
+            is_sized = each.op == "call_function" and self.values[each].dependence is Dependence.NONE
+            return not is_sized or is_random(each) or "empty" in name_of(each)
+
+        made_of = reached([node], lambda each: () if is_drawn(each) else _tensors_of(each))
+        drawn = {each: self._drawn(each, rows) for each in made_of if is_drawn(each)}
+        try:
+            whole, *parts = (
+                run(node, num, sizes, {each: numbers[part] for each, numbers in drawn.items()})
+                for part, num in enumerate(_SIZES)
+            )
+        except Exception:  # they may have to be other numbers
+            return True
+        return all(
+            torch.equal(whole.index_select(dimension, _places(rows, k)), each) for k, each in enumerate(parts, 1)
+        )
+
+    def _drawn(self, node: fx.Node, rows: Tensor) -> list[Tensor]:
+        """Returns drawn numbers of a tensor for the batch, and those of its parts."""
+        value, generator = node.meta["val"], torch.Generator().manual_seed(0)
+        numbers = torch.randn(self._sizes.shape(value, ALL), generator=generator)
+        numbers = numbers.to(value.dtype) if is_differentiable(value) else (numbers > 0).to(value.dtype)
+        if (dimension := self._sizes.batch_dimension(value)) is None:
+            return [numbers.clone() for _ in _SIZES]
+        length = numbers.shape[dimension]
+        order = rows if len(rows) == length else _in_turns(length // ALL, 1)
+        return [numbers.index_select(dimension, _places(order, part)) for part in range(len(_SIZES))]
 
     def _num_rows(self, node: fx.Node) -> int | None:
         """Returns how many rows each sample has; 0: there are no samples, None: not as many as others, or data say."""

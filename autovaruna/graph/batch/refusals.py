@@ -36,6 +36,7 @@ from autovaruna.graph.operators import (
     adds_up,
     arguments,
     has,
+    is_differentiable,
     is_listed,
     name_of,
     operator_of,
@@ -86,7 +87,7 @@ class _Meetings:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and sum(map(self._sizes.grows, value.shape)) > 1:  # samples meet each other in it
             return f"the value {node.name} has the shape {tuple(value.shape)}"
-        if words := _in_bags(node) or self._by_count(node):
+        if words := self._by_place(node) or _in_bags(node) or self._by_count(node):
             return words
         if self._dependence(node) > Dependence.NONE and (words := self._brought_back(node)):
             return words
@@ -118,6 +119,21 @@ class _Meetings:
         others = [each for each in node.all_input_nodes if self._dependence(each) is Dependence.NONE]
         if has(node, Trait.LAYER) and any(self._facts[each.name].needs_gradient for each in others):
             return f"{what} goes through the layer {node.name}"
+        return ""
+
+    def _by_place(self, node: fx.Node) -> str:
+        """Finds numbers for samples that follow from their places in the batch, and are computed with."""
+        most = max((self._dependence(each) for each in read(node)), default=Dependence.NONE)
+        if has(node, Trait.BY_INDEX) is (most >= Dependence.SAMPLES) or not any(
+            map(is_differentiable, _tensors_of(node))
+        ):
+            return ""
+        for source in read(node):
+            is_of_sizes = self._dependence(source) is Dependence.NONE and self._sizes.has_samples(source)
+            if is_of_sizes and not self._orders.fits(source, node):
+                return (
+                    f"{source.name}, whose rows follow from their places in the batch, is computed with in {node.name}"
+                )
         return ""
 
     def _by_count(self, node: fx.Node) -> str:
