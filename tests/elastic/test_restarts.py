@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from autovaruna.elastic import notices
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts, _name_of
 from autovaruna.elastic.notices import new_address_file, pop_dead_manager, receiving_notices
@@ -202,26 +203,32 @@ def test_a_job_is_another_one_where_its_script_is_given_something_else(monkeypat
 
 
 def test_a_manager_is_dead_whose_number_is_another_process_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a reboot; once, its job was forgotten."""
+    """As after a reboot; once, its job was forgotten, as where the next manager was killed while it started."""
     monkeypatch.setenv("HOME", str(tmp_path))
     authority = Authority()
     for is_reused in (False, True):
         with receiving_notices(new_address_file(), lambda *_: "", authority, "job", "folder", {}, None) as own:
             replace(own, birth="1" if is_reused else own.birth).write(path := new_address_file())
-        found = pop_dead_manager("job")
+        found = pop_dead_manager("job", claimed := new_address_file())
         assert (found is not None and found.folder == "folder" and not path.exists()) == is_reused
         path.unlink(missing_ok=True)
+    assert pop_dead_manager("job", new_address_file()) is None, "the process that has taken it up is alive"
+    monkeypatch.setattr(notices, "birth_of", lambda process: "2")  # now it is not
+    again = pop_dead_manager("job", new_address_file())
+    assert again is not None and (again.folder, again.key) == ("folder", authority.key) and not claimed.exists()
 
 
 SPOILS = (
     RESUMES
     + """
     if step == 9 and not os.path.exists("spoilt"):
-        import json, pathlib
-        parts = pathlib.Path(json.loads(os.environ["VARUNA_JOB"])["folder"]).glob("attempt-*/rank-*/slot-*/part.json")
-        newest = max(parts, key=lambda part: json.loads(part.read_text())["step"])
-        open("spoilt", "w").write(str(json.loads(newest.read_text())["step"]))
-        newest.write_text(newest.read_text().replace('"weight"', '"height"'))
+        import json, msgspec, pathlib
+        from autovaruna.elastic.job_folder import RankPart, read_part, write_record
+        slots = pathlib.Path(json.loads(os.environ["VARUNA_JOB"])["folder"]).glob("attempt-*/rank-*/slot-*")
+        step, slot = max((part.step, slot) for slot in slots if (part := read_part(slot)))
+        open("spoilt", "w").write(str(step))
+        text = msgspec.json.encode(read_part(slot)).replace(b'"weight"', b'"height"')
+        write_record(slot, msgspec.json.decode(text, type=RankPart))
         os.kill(os.getpid(), signal.SIGKILL)
 """
 )
