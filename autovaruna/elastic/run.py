@@ -176,7 +176,8 @@ class JobRun:
             if (apart := self._apart()) is not None:
                 return apart
         if (hang := self.watch.hang()) is not None:
-            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
+            found = Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
+            return found if hang.is_from_outside else self._apart() or found
         return None
 
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
