@@ -54,6 +54,7 @@ KEPT = {
     "graph/test_row_orders.py::test_rows_of_other_samples_are_refused": 4,
     "hosts/test_emulation.py": 0,
     "hosts/test_morphing.py": 0,
+    "hosts/test_odd_faults.py": 0,
     "hosts/test_strangers.py": 0,
     "integrations/test_accelerate.py::test_an_unmodified_gpt2_trains_in_bf16_as_plain": 0,
     "integrations/test_transformers.py::test_ranks_train_evaluate_and_save_as_plain_trainer": 0,

@@ -7,8 +7,11 @@ import re
 import signal
 import socket
 import subprocess
-from collections import Counter
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from subprocess import PIPE
@@ -19,6 +22,7 @@ _JOB, _NODES, _TASKS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NO
 _SECONDS = 30.0  # that a command may take
 _RANKS_PER_HOST = 4
 _MOST_CHARACTERS = 131_071  # of a line: the system takes no longer variables
+_MOST_BYTES = 1 << 20  # that a command may print
 _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 
@@ -32,19 +36,41 @@ def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> 
             return {"localhost": num_slots}
         lines = read_lines(path, "--machine_list", "a machine a line")
         return _hosts_in(lines, f"--machine_list {path}", num_slots)
-    shell = subprocess.Popen(command, shell=True, text=True, stdout=PIPE, stderr=PIPE, start_new_session=True)
-    try:
-        out, err = shell.communicate(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(shell.pid, signal.SIGKILL)  # what the shell has started, too
+    return _hosts_in(_printed_by(command).splitlines(), f"--discover_hosts {command!r}", num_slots)
+
+
+def _printed_by(command: str) -> str:
+    """Returns what a shell's command prints; ConfigError if it fails, or takes long, as one that prints for ever."""
+    shell = subprocess.Popen(command, shell=True, stdout=PIPE, stderr=PIPE, start_new_session=True)
+    errors, began = deque[bytes](maxlen=3), time.monotonic()
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)  # what the shell has started, too
+
+    def drain() -> None:
+        assert shell.stderr is not None
+        with shell.stderr:
+            errors.extend(shell.stderr)
+
+    timer, draining = threading.Timer(_SECONDS, kill), threading.Thread(target=drain, daemon=True)
+    timer.daemon = True
+    timer.start()
+    draining.start()
+    assert shell.stdout is not None
+    with shell.stdout:
+        out = shell.stdout.read(_MOST_BYTES)
         shell.wait()
-        raise ConfigError(f"--discover_hosts {command!r} takes longer than {_SECONDS:.0f} s") from None
+    timer.cancel()
+    if time.monotonic() - began > _SECONDS:
+        raise ConfigError(f"--discover_hosts {command!r} takes longer than {_SECONDS:.0f} s")
     if shell.returncode:
+        draining.join(1.0)
         raise ConfigError(
-            f"--discover_hosts {command!r} ended with status {shell.returncode}: {err.strip()[-300:]}; "
-            "expected a machine a line"
+            f"--discover_hosts {command!r} ended with status {shell.returncode}: "
+            f"{b''.join(errors).decode(errors='replace').strip()[-300:]}; expected a machine a line"
         )
-    return _hosts_in(out.splitlines(), f"--discover_hosts {command!r}", num_slots)
+    return out.decode(errors="replace")
 
 
 def _hosts_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, int]:
@@ -60,7 +86,7 @@ def _hosts_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, in
         if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
             name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
         elif len(machines) and name not in machines:
-            name = next((known for known in machines if _is_one(known, name)), name)
+            name = next((known for known in machines if is_one(known, name)), name)
         machines[name] = machines.get(name, 0) + num_slots
     if not machines:
         raise ConfigError(f"{source} lists no machine; expected one a line, as localhost")
@@ -81,12 +107,12 @@ def _has_address(address: str) -> bool:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
             tried.bind((address, 0))
-    except OSError:
+    except (OSError, UnicodeError):  # of the latter for what is no name at all, as ``a..b.c``
         return False
     return True
 
 
-def _is_one(first: str, second: str) -> bool:
+def is_one(first: str, second: str) -> bool:
     """Says whether two names or addresses are of one machine; what cannot be looked up is another one."""
     try:
         own, other = (socket.getaddrinfo(name.rpartition("@")[2], None) for name in (first, second))

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autovaruna.elastic.host_list import is_this_machine, list_hosts
+from autovaruna.elastic.host_list import is_one, is_this_machine, list_hosts
 from autovaruna.elastic.job import Probe
 from autovaruna.elastic.link import Link, answers, ping_all
 from autovaruna.elastic.notices import EventLog
@@ -31,6 +30,7 @@ LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
 _REOPEN_SECONDS = 6.0
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 5.0, 10.0  # how long after a keeper has gone it is tried again
+_SILENT = "it does not answer"
 _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled each time
 
 
@@ -51,6 +51,7 @@ class Hosts:
         self.noticed: dict[str, float] = {}  # hosts that are to be left, with when they go, on the monotonic clock
         self.lost: set[str] = set()  # hosts of the run that do not answer any more
         self.slow = SlowRanks(log, options.slow_factor)
+        self.check: Callable[[dict[str, int]], object] = lambda listed: None  # raises if the job cannot run on a list
         self._options = options
         self._settings, self._authority = settings, authority
         self._own_file = own_file
@@ -79,7 +80,7 @@ class Hosts:
             if time.monotonic() > deadline:
                 break
             time.sleep(LOOK_SECONDS)
-        words = {host: link.fault or link.words or "it does not answer" for host, link in self.links.items()}
+        words = {host: link.fault or link.words or _SILENT for host, link in self.links.items()}
         failed = {host: words[host] for host, link in self.links.items() if link.fault or not link.is_up}
         if failed and not self.can_do_without(failed):
             each = "; ".join(f"{host}: {text}" for host, text in failed.items())
@@ -155,6 +156,7 @@ class Hosts:
                 self._delays.pop(host, None)
                 self._tell_unusable(host, link.fault or link.report.get("standby_fault", ""))
             elif now - link.began > self._options.start_seconds:
+                self._tell_unusable(host, link.words or _SILENT)
                 link.cut()
         self._try_left_out(now)
 
@@ -201,14 +203,21 @@ class Hosts:
         changed = _time_of(self._options.machine_list)
         if self._reading is not None or (self._options.discover_hosts is None and changed == self._machine_time):
             return
-        self._machine_time, options = changed, self._options
-        act = partial(list_hosts, options.machine_list, options.gpus_per_node, options.discover_hosts)
-        self._reading = _in_thread(act)
+        self._machine_time = changed
+        self._reading = _in_thread(self._new_list)
+
+    def _new_list(self) -> dict[str, int]:
+        """Returns the ranks of the hosts in the list as it is now, by their names in the job, if it can run on them."""
+        found = list_hosts(self._options.machine_list, self._options.gpus_per_node, self._options.discover_hosts)
+        listed = {self._known_name(host): count for host, count in found.items()}
+        if listed != self.listed:
+            self.check(listed)
+        return listed
 
     def _apply_list(self, reading: Future[dict[str, int]]) -> None:
         try:
-            listed = {self._known_name(host): count for host, count in reading.result().items()}
-        except ConfigError as error:
+            listed = reading.result()
+        except Exception as error:  # whatever a list, or what looks names up, comes up with: the job goes on
             if str(error) != self._fault_of_list:
                 self._fault_of_list = str(error)
                 self._log.record("list", f"the machine list is left as it was: {error}")
@@ -226,8 +235,11 @@ class Hosts:
         self.listed = listed
 
     def _known_name(self, host: str) -> str:
-        """Returns the name that a host has in the job: this machine may be listed by another one."""
-        return next(filter(is_this_machine, self.links), host) if is_this_machine(host) else host
+        """Returns the name that a host has in the job, where it is listed by another one now."""
+        known = [] if host in self.links else list(self.links)
+        if is_this_machine(host):
+            return next(filter(is_this_machine, known), host)
+        return next((each for each in known if is_one(each, host)), host)
 
     def _is_wanted_back(self, host: str) -> bool:
         """Says whether the new list asks again for a host that was to be left.
@@ -349,8 +361,9 @@ class Hosts:
             probe.end()
         for link in self.links.values():
             link.quit(keeps)
+        deadline = time.monotonic() + END_SECONDS
         for link in () if keeps else self.links.values():
-            link.wait(END_SECONDS)
+            link.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _in_thread(do: Callable[[], dict[str, int]]) -> Future[dict[str, int]]:

@@ -25,6 +25,7 @@ from typing import IO
 
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.host_list import slurm_nodes
+from autovaruna.elastic.host_processes import state_of
 from autovaruna.elastic.job_folder import VARIABLE as PLACE
 from autovaruna.elastic.job_folder import JobPlace
 from autovaruna.elastic.options import LaunchOptions
@@ -270,6 +271,11 @@ class MpiJob:
     def is_running(self) -> bool:
         """Whether mpirun runs."""
         return self._process is not None and self._process.poll() is None
+
+    def wake(self) -> None:
+        """Lets mpirun go on, should it be stopped: ranks wait until it takes what they print."""
+        if self._process is not None and state_of(self._process.pid) == "T":
+            self._process.send_signal(signal.SIGCONT)
 
     @property
     def has_finished(self) -> bool:

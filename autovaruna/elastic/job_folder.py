@@ -22,6 +22,7 @@ import mmap
 import os
 import struct
 import time
+import zlib
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -214,15 +215,17 @@ def slots_of(rank_folder: Path) -> list[Path]:
 def read_part(slot: Path) -> RankPart | None:
     """Returns what a slot holds; None: nothing that is complete."""
     try:
-        return read_record(json.loads((slot / RECORD).read_bytes()), RankPart)
+        text, _, checksum = (slot / RECORD).read_bytes().rpartition(b"\n")
+        return read_record(json.loads(text), RankPart) if int(checksum) == zlib.crc32(text) else None
     except (OSError, ValueError):
         return None
 
 
 def write_record(slot: Path, part: RankPart) -> None:
-    """Makes a part complete whose files are there; its time is on the monotonic clock of this host."""
+    """Makes a part complete whose files are there: its record ends in a checksum, its time is the monotonic clock's."""
     new, now = slot / f".{RECORD}", time.monotonic()
-    new.write_bytes(msgspec.json.encode(part))
+    text = msgspec.json.encode(part)
+    new.write_bytes(b"%b\n%d" % (text, zlib.crc32(text)))
     os.utime(new, (now, now))
     os.replace(new, slot / RECORD)
 

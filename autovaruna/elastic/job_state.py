@@ -84,11 +84,11 @@ def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) ->
         own: dict[str, str] = {}
         others: dict[str, Any] = {}
         for held in state.held.values():
-            here = next((each for each in held if each.host == host), None)
-            chosen = here or held[0]
+            near = sorted(held, key=lambda each: (each.host != host, each.host not in hosts))
+            chosen = near[0]  # of hosts that are left out last: not all may reach them
             for name in chosen.part.files:
                 where = f"{chosen.place}/{name}"
-                if here is not None:
+                if chosen.host == host:
                     own[name] = where
                 else:
                     keeper = links[chosen.host]

@@ -72,7 +72,7 @@ _LOOK_SECONDS = 0.02
 _NEW_RANKS_SECONDS = 0.2  # between two looks for ranks that have come
 _PATIENCE_SECONDS = 5.0
 _HICCUP_SECONDS = 0.5
-_HURRY_SECONDS = 3.0  # that a connection for copies may take, so that a firewall is told of soon
+_HURRY_SECONDS = 3.0  # that a connection to another keeper may take, so that a firewall is told of soon
 _ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
 _PAGE_BYTES = 4096
@@ -399,7 +399,7 @@ class Keeper:
         def try_one(other: Sequence[Any]) -> str:
             name, address, port = other
             try:
-                connect(address, port, self._own, name).close()
+                connect(address, port, self._own, name, _HURRY_SECONDS).close()
             except OSError as error:
                 return str(error)
             return ""

@@ -50,6 +50,7 @@ class Link:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",  # a shell may greet in any letters
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path(os.environ)},
         )

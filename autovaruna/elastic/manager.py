@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -60,20 +60,22 @@ class Manager:
         self._choose = choose
         self._log = EventLog(morphing.events)
         script = Path(options.script).read_bytes()
-        known = pop_dead_manager(job := _name_of(options, script))
+        known = pop_dead_manager(job := _name_of(options, script), path := new_address_file())
         self._known = known = None if morphing.forget_memory else known
         authority = Authority(known.key if known else "")
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
-        self._address = new_address_file(), authority, job
+        self._address = path, authority, job
         settings: dict[str, Any] = {"folder": str(self._folder), "standby": morphing.has_standby}
         settings["copy_share"] = morphing.copy_share
         settings |= {"keep_seconds": morphing.keep_seconds, "versions": versions()}
         settings["files"] = [str(options.code_dir), options.script]
         settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]
         self._hosts = Hosts(options.hosts, morphing, settings, authority, self._address[0], self._log)
+        self._hosts.check = lambda listed: choose(replace(options, hosts=listed))
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
+        self._tried = set[str]()  # hosts on which the job has come to a step
         self._own: Address | None = None
         self._watch = JobWatch(0)
         self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
@@ -89,7 +91,10 @@ class Manager:
         asked = _asked_of(self._options)
         notices = receiving_notices(path, self._hosts.notice, authority, job, self._folder.name, asked, self._known)
         with ExitStack() as after, handling(self._record_signal), notices as self._own:
-            has_hosts = False
+            if not path.exists():
+                text = f"{path} cannot be written: `notify` does not find this job, nor does a manager that follows it"
+                self._log.record("unreachable", text)
+            has_hosts, kept = False, None
             try:
                 while True:
                     try:
@@ -103,19 +108,25 @@ class Manager:
                         if self._run is not None:
                             self._run.end(list(self._hosts.links))
                         unsaved = SAVED if came == signal.SIGUSR1 else 128 + came
-                        is_held = self._watch.attempt and came != signal.SIGINT
+                        is_held = self._run is not None and came != signal.SIGINT
                         outcome = Outcome(f"{came.name} came", HELD if is_held else unsaved)
                     status = self._give_up(outcome) if outcome.status is None else outcome.status
                     if status is not None:
                         return self._end(outcome, status)
-            finally:
-                known = self._known if self._run is None else None
+            except Exception:  # of whatever kind: what hosts hold is not to be lost by it
+                kept = self._own
                 if self._run is not None:
+                    self._save()
+                raise
+            finally:
+                if self._run is None:
+                    kept = self._known
+                else:
                     self._run.end(list(self._hosts.links))
-                if known is not None:
+                if kept is not None:
                     self._record_kept()
-                    after.callback(replace(self._own, asked=known.asked).write, path)  # for the next manager
-                self._hosts.close(keeps=known is not None)
+                    after.callback(replace(self._own, asked=kept.asked).write, path)  # for the next manager
+                self._hosts.close(keeps=kept is not None)
 
     def _take_up(self) -> None:
         """Finds out what hosts hold of an earlier manager's runs, and which may: nothing newer is to be forgotten."""
@@ -126,9 +137,11 @@ class Manager:
             self._held = 0, 0  # some step of those that do not answer
 
     def _record_kept(self) -> None:
-        """Says what a start that has come to nothing leaves as it was."""
+        """Says what is left as it was by a start that has come to nothing, or a manager that cannot go on."""
         step, _ = held = max((link.held for link in self._hosts.links.values()), default=(-1, 0))
         hosts = [host for host, link in self._hosts.links.items() if link.held == held]
+        if self._run is not None:
+            (step, _), hosts = self._run.held, list(self._hosts.up())
         what = f"step {step} stays in memory of {', '.join(hosts)}" if step >= 0 else "what hosts have in memory stays"
         text = f"{what} for {self._morphing.keep_seconds:g} s: the same command goes on from it"
         self._log.record("kept", text, step=step)
@@ -169,9 +182,18 @@ class Manager:
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held
         run.end([host for host in names if host not in outcome.lost])
+        if run.watch.num_steps > (options.resume_step or 0):
+            self._tried = (self._tried | names.keys()) - set(outcome.lost)
+        elif outcome.error and not outcome.killed and not run.watch.refusal and (new := self._untried(names)):
+            return replace(outcome, unfit=new, status=None)
         if state is not None and not outcome.lost and (words := run.watch.refusal):
             return self._put_aside(state, outcome, words)
         return outcome
+
+    def _untried(self, names: Collection[str]) -> tuple[str, ...]:
+        """Returns the hosts on which the job has come to no step yet, if it has on others, and these suffice."""
+        new = sorted(set(names) - self._tried)
+        return tuple(new) if self._tried and self._hosts.can_do_without(new) else ()
 
     def _put_aside(self, state: State, outcome: Outcome, words: str) -> Outcome:
         """Returns the outcome of a run that could not load its state: the next older one is taken."""
@@ -255,7 +277,7 @@ class Manager:
         is_hasty = heard == signal.SIGINT or is_later
         if is_hasty and self._run is not None:
             self._run.job.kill()
-        if is_later or (self._run is None and heard != signal.SIGUSR1):
+        if is_later:
             raise KeyboardInterrupt
         if self._run is None or is_hasty:
             raise _EndedBySignal
@@ -268,11 +290,7 @@ class Manager:
 
     def _end(self, outcome: Outcome, status: int) -> int:
         """Returns what the whole job ends with: `SAVED` for what hosts held in memory only once that is on disk."""
-        folder, fault = self._morphing.checkpoints, "there was no --checkpoints"
-        if folder is not None and status:
-            fault = self._checkpoints.finish(list(self._hosts.up().values()), self._morphing.end_wait_seconds)
-        elif folder is not None:
-            self._checkpoints.finish(None, self._morphing.end_wait_seconds)
+        folder, fault = self._morphing.checkpoints, self._save(is_whole=not status)
         if status == HELD:
             status = 1 if fault else SAVED
             if fault:
@@ -283,6 +301,13 @@ class Manager:
         self._log.record("end", f"{outcome.why}: status {status}", status=status)
         return status
 
+    def _save(self, is_whole: bool = False) -> str:
+        """Waits for the disk to take what hosts hold, unless all `is_whole`; returns why that failed, empty if not."""
+        if self._morphing.checkpoints is None:
+            return "there was no --checkpoints"
+        links = None if is_whole else list(self._hosts.up().values())
+        return self._checkpoints.finish(links, self._morphing.end_wait_seconds)
+
     def _give_up(self, outcome: Outcome) -> int | None:
         """Records the end of a run; returns the job's status if it is not to be started again."""
         self._began = outcome.began
@@ -290,7 +315,7 @@ class Manager:
         what_next = "" if why else ": the job is started again"
         self._log.record("ended", outcome.why + what_next, lost=list(outcome.lost))
         for host in outcome.unfit:
-            self._hosts.leave_out(host, "no rank can be started on it")
+            self._hosts.leave_out(host, f"the job cannot be started with it: {outcome.why}")
         if not (why or self._has_logged_resume or self._watch.is_kept or not self._watch.num_steps_here):
             self._has_logged_resume = True
             text = "it has not called model.resume(), with which it would go on where it was"
@@ -309,7 +334,7 @@ class Restarts:
     """Says when a job has been started again often enough: `most` times within an hour, or in vain.
 
     In vain are three runs without any that came further where their script failed, or the same rank was killed at the
-    same step. Where hosts could not start ranks, the job has no fault.
+    same step. Where hosts were lost, or could not start ranks, the job has no fault.
     """
 
     def __init__(self, most: int) -> None:
@@ -330,7 +355,7 @@ class Restarts:
         self._num_in_vain = 0 if is_further else self._num_in_vain + 1
         if is_further:
             self._ends.clear()
-        if outcome.unfit or outcome.is_asked:
+        if outcome.unfit or outcome.lost or outcome.is_asked:
             return ""
         now = time.monotonic()
         self._times.append(now)

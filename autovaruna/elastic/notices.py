@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +113,26 @@ def receiving_notices(
 
 
 def _addresses() -> Iterator[tuple[Path, Address]]:
-    """Yields the files of this user's managers, with what they say."""
+    """Yields the files of this user's managers that can be used, with what they say."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         with suppress(OSError, ValueError):
-            yield path, read_record(json.loads(path.read_bytes()), Address)
+            address = read_record(json.loads(path.read_bytes()), Address)
+            Authority(address.key)
+            yield path, address
 
 
-def pop_dead_manager(job: str) -> Address | None:
-    """Returns the address of a killed manager of the same job, once; None: there was none."""
+def pop_dead_manager(job: str, own: Path) -> Address | None:
+    """Returns the address of a killed manager of the same job, once; None: there was none.
+
+    The file `own` has it from then on: the next manager finds it there if this one is killed before it has an address.
+    """
     for path, address in _addresses():
         if address.job == job and address.is_dead:
+            replace(address, process=os.getpid(), birth=birth_of(os.getpid())).write(own)
             with suppress(OSError):
                 path.unlink()
                 return address
+            own.unlink(missing_ok=True)  # another manager was quicker
     return None
 
 

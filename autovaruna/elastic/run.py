@@ -7,7 +7,9 @@ the machine list. A run that may go on elsewhere ends at the border between two 
 from __future__ import annotations
 
 import queue
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +91,7 @@ class JobRun:
         has_stepped = has_dropped = False
         leaving: Outcome | None = None
         while True:
+            self.job.wake()
             hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
             hosts.begin_anew(self._own, self._number, self.job.num_ranks)
@@ -176,7 +179,8 @@ class JobRun:
             if (apart := self._apart()) is not None:
                 return apart
         if (hang := self.watch.hang()) is not None:
-            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
+            found = Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
+            return found if hang.is_from_outside else self._apart() or found
         return None
 
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
@@ -201,6 +205,8 @@ class JobRun:
             unfit = set(self._hosts.find_unfit(self._own))
         if set() < unfit < set(self._own):
             return Outcome(why, unfit=tuple(sorted(unfit)))
+        if not shutil.disk_usage(temporary := tempfile.gettempdir()).free:
+            why += f"; {temporary}, where mpirun writes, is full: make room"
         return Outcome(why, None if self._has_state else status)
 
     def _by_rank(self, rank: int, status: int) -> Outcome:

@@ -30,6 +30,7 @@ from typing import Any
 import autovaruna
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.host_processes import acquire_lock, state_of
+from autovaruna.elastic.job_folder import Reporter, job_place
 
 LOCK, SOCKET = "keeper.lock", "standby"  # files of a job's folder: its keeper's, and its standby process's
 LIBRARIES = ("accelerate", "lightning", "transformers")  # take longer than torch, and few scripts use them
@@ -252,6 +253,9 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     warm(sys.argv[3:])
     serve(path, lock)
+    if (place := job_place()) is not None:
+        with suppress(OSError):  # where memory is full, which the script hears of
+            Reporter(place.of_rank(int(os.environ["OMPI_COMM_WORLD_RANK"])))  # so that it is known if it is stopped
     try:
         rank_script.main()
         end.status = 0

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.work import MeasuredPart
 
 Record = TypeVar("Record")
+_LASTING_SECONDS = 7 * 24 * 3600.0  # of a link
 
 
 def save_measured(path: str | os.PathLike[str], record: Any) -> None:
@@ -114,7 +116,7 @@ class _LinkEntry:
 
 
 class LinkCache:
-    """Measured links, by names that say between which hosts and how."""
+    """Measured links, by names that say between which hosts and how, for a week: networks change."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory) / "links"
@@ -123,17 +125,33 @@ class LinkCache:
         """Returns what is known of some links. A file that cannot be used is named in a warning and left out."""
         found = {}
         for name in names:
-            if entry := _read(self._path(name), _LinkEntry, methodcaller("is_of", name), "link", "link"):
+            path = self._path(name)
+            entry = None if _is_old(path) else _read(path, _LinkEntry, methodcaller("is_of", name), "link", "link")
+            if entry:
                 found[name] = entry.cost
         return found
 
     def write(self, links: Mapping[str, LinkCost]) -> None:
-        """Saves links. Where nothing can be written a warning says so, once."""
+        """Saves links, and tells of one that has changed. Where nothing can be written a warning says so, once."""
         entries = {self._path(name): _LinkEntry(name, cost) for name, cost in links.items()}
+        for path, entry in entries.items():
+            with suppress(OSError, ValueError):
+                now, before = entry.cost.bytes_per_second, load_record(path, _LinkEntry).cost.bytes_per_second
+                if abs(now - before) > before / 2:
+                    text = "the network has changed: %s carries %.3g bytes a second, %.3g when it was measured before"
+                    logger.warning(text, entry.name, now, before, extra={"is_alike": True})
+                    break
         _write(entries, self.directory, "links")
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+def _is_old(path: Path) -> bool:
+    """Says whether a file was written too long ago for what it says of a network."""
+    with suppress(OSError):
+        return time.time() - path.stat().st_mtime > _LASTING_SECONDS
+    return False
 
 
 def _read(path: Path, kind: type[Record], is_of: Callable[[Record], bool], what: str, of: str) -> Record | None:

@@ -69,7 +69,7 @@ class Authority:
         issuer, subject = (x509.Name([name]) for name in names)
         certificate = (
             x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(datetime(2000, 1, 1))  # whatever the clocks of hosts say: it ends with the job
+            .not_valid_before(datetime(1970, 1, 1))  # whatever the clocks of hosts say: it ends with the job
             .not_valid_after(datetime(9999, 1, 1))
             .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity)]), critical=False)

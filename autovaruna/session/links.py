@@ -1,6 +1,6 @@
 """Times messages between neighbouring ranks and sums over all ranks, as the planner needs them.
 
-Those between hosts are measured once, and kept by the names of the hosts.
+Those between hosts are measured once a week, and kept by the names of the hosts.
 """
 
 from __future__ import annotations

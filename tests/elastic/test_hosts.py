@@ -92,6 +92,33 @@ def test_a_command_that_hangs_holds_up_nothing(
     assert "takes longer than 3 s" in capsys.readouterr().err
 
 
+RUBBISH = {
+    "no text": (b"\xff\xfe\x00localhost", "holds '"),
+    "no name": (b"localhost\na..b.c\n", ""),
+    "a long label": (b"localhost\n" + 70 * b"a" + b".b.c.d\n", ""),
+    "without an end": (b"", "takes longer than 3 s"),
+}
+
+
+@pytest.mark.parametrize(("printed", "words"), RUBBISH.values(), ids=RUBBISH)
+def test_whatever_a_command_prints_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed: bytes, words: str
+) -> None:
+    """Once, its manager ended by a UnicodeError, and what hosts held was gone."""
+    monkeypatch.setattr(host_list, "_SECONDS", 3.0)
+    found = tmp_path / "found"
+    found.write_bytes(b"localhost\n")
+    command = f"test -s {found} && cat {found} || yes"
+    with job_hosts(tmp_path, MorphingOptions(None, 1, discover_hosts=command)) as hosts:
+        found.write_bytes(printed)
+        time.sleep(BEAT_SECONDS)
+        if words:
+            wait_for(lambda: (hosts.poll_hosts(), words in capsys.readouterr().err)[1], words)
+            assert set(hosts.listed) == {HOST}
+        else:
+            come_to(hosts, {HOST}, set(printed.decode().split()))
+
+
 def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_list(tmp_path: Path) -> None:
     """Once, that keeper ended the mpirun of a job on other hosts, and notices came no more."""
     machines = tmp_path / "machines"

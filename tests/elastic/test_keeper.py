@@ -221,12 +221,15 @@ def test_a_state_is_as_old_as_it_is_whatever_the_clock_says(tmp_path: Path, monk
     assert 0.0 <= own.inventory()[0]["age"] < 60.0
 
 
-def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "old", "new"), [("weights", b"hts", b"hed"), ("part.json", b'"step":7', b'"step":5')])
+def test_a_damaged_part_is_none(link: Link, tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
+    """Once, what its record says was believed, whatever had become of that."""
     slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
     link.ask("begin", number=1, num_ranks=2, buddy=None).result(WAIT_SECONDS)
     part_in(slots[0], step=6)
     part_in(slots[1], step=7)
-    (slots[1] / "weights").write_bytes(b"weighed")
+    path = slots[1] / name
+    path.write_bytes(path.read_bytes().replace(old, new))
     assert [each["part"]["step"] for each in link.ask("inventory").result(WAIT_SECONDS)] == [6]
 
 

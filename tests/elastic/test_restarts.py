@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from autovaruna.elastic import notices
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts, _name_of
 from autovaruna.elastic.notices import new_address_file, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions, MorphingOptions
 from autovaruna.elastic.run import Outcome
 from autovaruna.ranks.tls import Authority
+from tests.hosts.emulation import wait_for
 from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until
 from tests.products import WHOLE
 
@@ -64,11 +66,13 @@ def test_starts_again_that_come_no_further_are_spaced_out() -> None:
 
 
 @contextmanager
-def started(folder: Path, script: str, *options: str, num_ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
+def started(
+    folder: Path, script: str, *options: str, num_ranks: int = 2, program: tuple[str, str] = ("-m", "autovaruna")
+) -> Iterator[subprocess.Popen[str]]:
     """Starts a job that may be started again three times; it is killed at the end of the context if it still runs."""
     find_mpirun()
     (folder / "train.py").write_text(f"import os, signal, subprocess, sys, time\n{script}\n")
-    call = [sys.executable, "-m", "autovaruna", "run", "--no_standby", "--ranks_per_host", str(num_ranks)]
+    call = [sys.executable, *program, "run", "--no_standby", "--ranks_per_host", str(num_ranks)]
     variables = {**os.environ, **QUIET, "HOME": str(folder), "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen(
         [*call, "--max_restarts", "3", *options, "train.py"], cwd=folder, env=variables, text=True,
@@ -183,6 +187,42 @@ def test_a_start_that_is_refused_keeps_what_there_is_and_says_so(tmp_path: Path)
     assert re.search(r"step \d+, in memory of localhost for \d+ s; batch_size is 4, was None: 1 ranks", said), said
 
 
+BREAKS = """
+import os, runpy
+from autovaruna.elastic.hosts import Hosts
+def fail(self, hosts):
+    assert not os.path.exists("broken"), "it is broken"
+Hosts.record_copy_faults = fail
+runpy.run_module("autovaruna", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_an_error_of_the_manager_itself_loses_nothing(tmp_path: Path) -> None:
+    """Once, it removed what hosts held, and wrote no checkpoint."""
+    options = ["--keep_seconds", "60", "--checkpoints", str(tmp_path / "saved")]
+    with started(tmp_path, RESUMES, *options, num_ranks=1, program=("-c", BREAKS)) as job:
+        said = read_until(job, "[0] step 9")
+        (tmp_path / "broken").touch()
+        said += job.communicate(timeout=120)[0]
+    (saved,) = (tmp_path / "saved").glob("step-*")
+    assert job.returncode == 1 and "it is broken" in said and int(saved.name[5:]) >= 5, said
+    assert re.search(r"step \d+ stays in memory of localhost for 60 s: the same command", said), said
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        said = read_until(job, "autovaruna: training")
+    assert re.search(r"goes on from step \d+, in memory of localhost", said), said
+
+
+def test_a_signal_while_keepers_start_has_its_own_status(tmp_path: Path) -> None:
+    """Once, it was that of Ctrl-C."""
+    (tmp_path / "machines").write_text("localhost\nelsewhere.invalid\n")
+    options = ["--machine_list", str(tmp_path / "machines"), "--min_ranks", "2"]
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        wait_for(lambda: list((tmp_path / ".autovaruna" / "jobs").glob("*.json")), "the manager")
+        job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM and "SIGTERM came: status 143" in said, said
+
+
 def name_of(script: bytes, variables: dict[str, str], arguments: tuple[str, ...] = (), job: str = "") -> str:
     """Returns the name of a job."""
     morphing = MorphingOptions(None, 1, job=job)
@@ -202,26 +242,32 @@ def test_a_job_is_another_one_where_its_script_is_given_something_else(monkeypat
 
 
 def test_a_manager_is_dead_whose_number_is_another_process_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a reboot; once, its job was forgotten."""
+    """As after a reboot; once, its job was forgotten, as where the next manager was killed while it started."""
     monkeypatch.setenv("HOME", str(tmp_path))
     authority = Authority()
     for is_reused in (False, True):
         with receiving_notices(new_address_file(), lambda *_: "", authority, "job", "folder", {}, None) as own:
             replace(own, birth="1" if is_reused else own.birth).write(path := new_address_file())
-        found = pop_dead_manager("job")
+        found = pop_dead_manager("job", claimed := new_address_file())
         assert (found is not None and found.folder == "folder" and not path.exists()) == is_reused
         path.unlink(missing_ok=True)
+    assert pop_dead_manager("job", new_address_file()) is None, "the process that has taken it up is alive"
+    monkeypatch.setattr(notices, "birth_of", lambda process: "2")  # now it is not
+    again = pop_dead_manager("job", new_address_file())
+    assert again is not None and (again.folder, again.key) == ("folder", authority.key) and not claimed.exists()
 
 
 SPOILS = (
     RESUMES
     + """
     if step == 9 and not os.path.exists("spoilt"):
-        import json, pathlib
-        parts = pathlib.Path(json.loads(os.environ["VARUNA_JOB"])["folder"]).glob("attempt-*/rank-*/slot-*/part.json")
-        newest = max(parts, key=lambda part: json.loads(part.read_text())["step"])
-        open("spoilt", "w").write(str(json.loads(newest.read_text())["step"]))
-        newest.write_text(newest.read_text().replace('"weight"', '"height"'))
+        import json, msgspec, pathlib
+        from autovaruna.elastic.job_folder import RankPart, read_part, write_record
+        slots = pathlib.Path(json.loads(os.environ["VARUNA_JOB"])["folder"]).glob("attempt-*/rank-*/slot-*")
+        step, slot = max((part.step, slot) for slot in slots if (part := read_part(slot)))
+        open("spoilt", "w").write(str(step))
+        text = msgspec.json.encode(read_part(slot)).replace(b'"weight"', b'"height"')
+        write_record(slot, msgspec.json.decode(text, type=RankPart))
         os.kill(os.getpid(), signal.SIGKILL)
 """
 )

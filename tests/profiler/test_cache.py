@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +180,22 @@ def test_a_link_is_kept_by_its_name_and_a_damaged_one_is_measured_again(tmp_path
     path.write_text(unsigned(path.read_text(), name="a c"))
     assert LinkCache(tmp_path).read(["a b"]) == {}
     assert str(path) in caplog.text and "measuring again" in caplog.text
+
+
+def test_a_link_is_kept_for_a_week_and_a_network_that_has_changed_is_told_of(tmp_path: Path, caplog) -> None:
+    """Once, a kept link was kept for ever."""
+    kept = LinkCache(tmp_path)
+    kept.write({"a b": LINK, "a c": LINK})
+    path, week = next(tmp_path.glob("*/*.json")), time.time() - 7 * 24 * 3600
+    for age, count in ((60, 2), (-60, 1)):
+        os.utime(path, (week + age, week + age))
+        assert len(kept.read(["a b", "a c"])) == count and not caplog.messages
+    kept.write(dict.fromkeys(("a b", "a c"), LinkCost(1e-3, 1.4e7)))
+    assert len(kept.read(["a b", "a c"])) == 2 and not caplog.messages
+    kept.write(dict.fromkeys(("a b", "a c"), LinkCost(1e-3, 1e6)))
+    assert caplog.messages == [
+        "the network has changed: a b carries 1e+06 bytes a second, 1.4e+07 when it was measured before"
+    ]
 
 
 @pytest.mark.parametrize(
