@@ -193,6 +193,8 @@ class WrappedOptimizer:
             raise InputError(f"Got a {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer.")
         model, world = self._model, self._run.world
         names = {id(parameter): name for name, parameter in model.state.parameters().items() if not parameter.is_meta}
+        for group in optimizer.param_groups:  # parameters() lists those of other ranks, too
+            group["params"][:] = [each for each in group["params"] if not each.is_meta]
         error: Exception | None = None
         try:
             cut = CutOptimizer(optimizer, names)

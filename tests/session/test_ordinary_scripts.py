@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from autovaruna import AutoVaruna, InputError
+from autovaruna import AutoVaruna, InputError, RankError
 from tests.catalogue import CASES
+from tests.catalogue.small import Written
 from tests.reference import Record, adamw
 from tests.session.training import QUIET, Setup, as_plain, descend, held, on_ranks, pipeline
 
@@ -301,6 +302,17 @@ def test_what_needs_all_on_one_rank_or_another_s_wrapper_is_refused(what: str) -
             act(model, optimizer)
 
     on_ranks(TWO, layers(), run)
+
+
+def test_names_of_samples_among_the_inputs_are_refused_with_what_to_write() -> None:
+    def run(model: AutoVaruna, _: Any, rank: int) -> Tensor:
+        batch = {"x": X, "names": [f"a{rank}"]}
+        with pytest.raises(RankError, match=r"argument 0\['names'\]\[0\] is 'a0' on rank 0, .*leave it out.*is_tensor"):
+            model(batch)
+        return model({name: each for name, each in batch.items() if torch.is_tensor(each)}).detach()
+
+    plain = Written(lambda self, batch: self.last(batch["x"]), last=layers())
+    torch.testing.assert_close(on_ranks(PER_RANK, plain, run), [plain({"x": X}).detach()] * 2)
 
 
 WRAPPERS: dict[str, Callable[[AutoVaruna], object]] = {
