@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from autovaruna import AutoVaruna, InputError, RankError
+from autovaruna.ranks.world import World
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
+from tests.rank_threads import run_ranks
 from tests.reference import Record, adamw
 from tests.session.training import QUIET, Setup, as_plain, descend, held, on_ranks, pipeline
 
@@ -329,6 +331,28 @@ def test_another_library_s_wrapper_is_refused_around_ours(name: str) -> None:
     with pytest.raises(InputError, match=f"AutoVaruna wraps is wrapped by {name} of torch.*leave that wrapper out"):
         WRAPPERS[name](model)
     assert nn.Sequential(model)[0] is model
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """Has the name of torch's, and the optimizer that it is made of."""
+
+    def __init__(self, parameters: Any, optimizer_class: Any, **options: Any) -> None:
+        self.optim = optimizer_class(parameters, **options)
+        super().__init__(self.optim.param_groups, options)
+
+
+ZeroRedundancyOptimizer.__module__ = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def test_torch_s_sharing_optimizer_is_refused_with_what_to_write() -> None:
+    """Once, it ended in words about a process group that cannot be pickled."""
+
+    def be_rank(world: World) -> None:
+        net = layers()
+        with pytest.raises(InputError, match=r"made of, Adam\(model\.parameters\(\), .*shard_optimizer=True"):
+            AutoVaruna(net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1))
+
+    run_ranks(2, be_rank)
 
 
 class Named(nn.Module):
