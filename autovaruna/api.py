@@ -27,7 +27,7 @@ from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.elastic.snapshot import HasPosition
-from autovaruna.errors import CheckpointError, InputError, OrderError
+from autovaruna.errors import CheckpointError, InputError, OrderError, TraceError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.guards import is_constant
 from autovaruna.graph.methods import OwnMethods, is_own_method
@@ -234,7 +234,7 @@ class AutoVaruna(nn.Module):
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the model: on all ranks if what it returns follows from weights, else as it is.
 
-        What such a method calls of the model itself is a call of the wrapper.
+        What such a method calls of the model itself, or of a split one's modules, is a call of the wrapper.
         """
         plain = getattr(self.module, name)
         if self._session.is_plain:
@@ -242,10 +242,20 @@ class AutoVaruna(nn.Module):
         may_follow = self._counts and tensors_in((args, kwargs))
         device, is_split = self._wrapped.device, self._wrapped.is_split
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
-            counts = partial(getattr, self, "_counts_in_methods")
-            with calls_together(self.module, self, counts, self._training_run) as loop:
-                return plain(*args, **loop.options(name, kwargs, self.plan))
-        return self._session.call(args, kwargs, name)
+            return self._call_together(name, *args, **kwargs)
+        try:
+            return self._session.call(args, kwargs, name)
+        except TraceError as error:
+            if not is_split:
+                raise
+            with self._methods.without_trace(name, error):
+                return self._call_together(name, *args, **kwargs)
+
+    def _call_together(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the model as it is, on all ranks; calls of the model and its modules in it are theirs."""
+        counts = partial(getattr, self, "_counts_in_methods")
+        with calls_together(self.module, self, self._parts, counts, self._training_run) as loop:
+            return getattr(self.module, name)(*args, **loop.options(name, kwargs, self.plan))
 
     def call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the model, or a module of it, by its path, on all ranks. Collective."""
@@ -260,6 +270,14 @@ class AutoVaruna(nn.Module):
     def is_split(self) -> bool:
         """Whether some ranks lack a parameter."""
         return self._wrapped.is_split
+
+    @property
+    def _parts(self) -> dict[nn.Module, Callable[..., Any]]:
+        """What calls of the modules of a split model are, of those that have weights or buffers."""
+        named = self.module.named_modules() if self.is_split else ()
+        return {
+            each: partial(self.call_part, path) for path, each in named if path and [*each.state_dict(keep_vars=True)]
+        }
 
     @property
     def _counts(self) -> bool:
@@ -554,6 +572,10 @@ class AutoVaruna(nn.Module):
             raise AttributeError(name)
         value = getattr(self.module, name)
         return wraps(value)(partial(self._call_method, name)) if is_own_method(self.module, value, name) else value
+
+    def __getitem__(self, place: Any) -> Any:
+        """Returns what the wrapped model has there, as a `Sequential` its layers."""
+        return self.module[place]  # type: ignore[index]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets numbers on the wrapped model (``model.temperature = 0.5``), and what it has and the wrapper does not."""

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autovaruna._torch import (
     GLOBAL_HOOKS,
@@ -47,6 +48,8 @@ from autovaruna.graph.tree import is_array, words
 HAS_UNFINISHED = "_has_unfinished_sequences"  # of models of transformers, in whose generate ranks agree on it
 OF_MODULES = frozenset({*vars(nn.Module()), HAS_UNFINISHED})
 """What torch itself keeps in every module, and what no forward reads."""
+_OF_OPTIMIZERS = frozenset({"state"})
+"""What an optimizer that a module holds keeps by parameter: on each rank another part of it."""
 _VALUES = methodcaller("values")
 _KEYS = methodcaller("keys")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -309,9 +312,7 @@ class Guards:
         self._tables = [parameter_table(each) for each in self._modules]
         self._holders = [module_table(each) for each in self._modules]
         self._buffers = [buffer_table(each) for each in self._modules]
-        places = [OutsidePlace(full_name(path, ""), vars(each)) for path, each in [*named, *records(self._model)]]
-        for place in places:
-            place.names = place.held.keys() - OF_MODULES
+        places = [_place_of(path, each) for path, each in [*named, *records(self._model)]]
         self._places = [place.held for place in places]
         inner = {id(held) for held in self._places}
         self._places += [place.held for place in self._outside if place.is_open]
@@ -372,8 +373,8 @@ class Guards:
         if _is_own(type(module)):
             return
         inner.add(id(vars(module)))
-        place = OutsidePlace(full_name(path, ""), vars(module))
-        place.names = place.held.keys() - OF_MODULES | {"training"}
+        place = _place_of(path, module)
+        place.names |= {"training"}
         self._add(place, inner)
         for table in (module_table(module), parameter_table(module), buffer_table(module)):
             for name, each in table.items():
@@ -435,6 +436,13 @@ class Guards:
             for path, module in self._model.named_modules()
             for name, tensor in parameter_table(module).items()
         }
+
+
+def _place_of(path: str, owner: Any) -> OutsidePlace:
+    """Returns the attributes of a module or an object that count."""
+    place = OutsidePlace(full_name(path, ""), vars(owner))
+    place.names = place.held.keys() - (_OF_OPTIMIZERS if isinstance(owner, Optimizer) else OF_MODULES)
+    return place
 
 
 def _is_own(code: Any) -> bool:

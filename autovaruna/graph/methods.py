@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from autovaruna._torch import OWN_CALL, FakeTensorMode, replaced
-from autovaruna.errors import TraceError
+from autovaruna._torch import OWN_CALL, FakeTensorMode
+from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import UnfamiliarError, outline
 from autovaruna.graph.export.errors import quiet_failure
 from autovaruna.graph.guards import Guards
@@ -32,16 +32,38 @@ def is_own_method(model: nn.Module, value: object, name: str) -> bool:
 
 
 @contextmanager
-def own_calls(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Has `call` run where a method of the model calls the model itself; `call` may call the model as before."""
-    as_it_is = getattr(model, OWN_CALL)
+def own_calls(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Has functions run where methods of a model call it, or modules of it; these may call all of them as before."""
+    before = {module: vars(module).get(OWN_CALL) for module in calls}
 
-    def call_once(*args: Any, **kwargs: Any) -> Any:
-        with replaced(model, OWN_CALL, as_it_is):
-            return call(*args, **kwargs)
+    def once(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_once(*args: Any, **kwargs: Any) -> Any:
+            with _in_place(before):
+                return call(*args, **kwargs)
 
-    with replaced(model, OWN_CALL, call_once):
+        return call_once
+
+    with _in_place({module: once(call) for module, call in calls.items()}):
         yield
+
+
+@contextmanager
+def _in_place(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
+    """Puts into modules what their calls are while the context lasts; None: calls of their class."""
+    before = {module: vars(module).get(OWN_CALL) for module in calls}
+    try:
+        _put(calls)
+        yield
+    finally:
+        _put(before)
+
+
+def _put(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
+    for module, call in calls.items():
+        if call is None:
+            vars(module).pop(OWN_CALL, None)
+        else:
+            vars(module)[OWN_CALL] = call
 
 
 class _Uses(TorchFunctionMode):
@@ -60,7 +82,17 @@ class OwnMethods:
     def __init__(self, model: nn.Module, guards: Guards) -> None:
         self._model, self._guards = model, guards
         self._known: dict[Hashable, bool] = {}
+        self._untraced: set[str] = set()
         self._snapshot: Any = None
+
+    @contextmanager
+    def without_trace(self, name: str, error: TraceError) -> Iterator[None]:
+        """Has a method that cannot be traced run as it is from now on; raises the `error` if it cannot do that."""
+        try:
+            yield
+        except InputError:
+            raise error from None
+        self._untraced.add(name)
 
     def follow_weights(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, is_split: bool = False
@@ -69,6 +101,8 @@ class OwnMethods:
 
         Of a model that `is_split` it is enough that the method uses weights before it asks for numbers.
         """
+        if name in self._untraced:
+            return False
         snapshot = self._guards.snapshot()
         if snapshot != self._snapshot or len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -105,7 +139,7 @@ class OwnMethods:
                 with_fake_state(self._model, mode, device),
                 mode,
                 torch.enable_grad(),
-                own_calls(self._model, call),
+                own_calls({self._model: call}),
                 uses,
             ):
                 fakes = [fake_like(each.detach(), mode, device) for each in tensors]

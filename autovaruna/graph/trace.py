@@ -255,7 +255,8 @@ def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
             f"forward changes {', '.join(found)} by the numbers of its samples, or in a module that is kept whole: "
             "each micro-batch changes it in turn by its own, as with a batch normalisation, where plain PyTorch does "
             "so once by the whole batch. To have that, compute it from outputs outside of the model, or pass "
-            "num_micro_batches=1, on several ranks together with inputs='replicated'."
+            "num_micro_batches=1, on several ranks together with inputs='replicated'. If only the first call sets it, "
+            "run one batch through the model before it is wrapped."
         )
         warn_once(logger, model, text)
 

@@ -148,7 +148,20 @@ def _started(variables: Mapping[str, str]) -> World:
     if helps_a_rank(variables):
         of_mpi = next((variables[name] for name in _RANK_VARIABLES if variables.get(name, "").isdigit()), "0")
         return _world_of_helper(int(variables["RANK"] if is_of_torch(variables) else of_mpi), num_ranks)
+    _refuse_part(num_ranks)
     return start_torch(variables) if is_of_torch(variables) else start_mpi(num_ranks)
+
+
+def _refuse_part(num_ranks: int) -> None:
+    """Raises ConfigError if the script has made a process group of some of the ranks."""
+    size = dist.get_world_size() if dist.is_initialized() and dist.get_backend() != "fake" else 1
+    if size not in (1, num_ranks):
+        raise ConfigError(
+            f"The default group of torch.distributed has {size} processes, but the launcher started {num_ranks}, and "
+            "AutoVaruna trains on all of these. Expected a group of all, each of which wraps the model and calls it; "
+            f"to train on {size}, start these by a launcher of their own (torchrun --nproc-per-node {size} {_script()} "
+            "...)."
+        )
 
 
 def promise() -> None:

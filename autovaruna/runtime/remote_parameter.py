@@ -379,14 +379,14 @@ class _Operation:
         raise InputError(
             f"Rank {home.rank} does not hold {home.name}, for the model has been split: got {self._name}() of its "
             f"numbers, which are on ranks {list(home.ranks)}. Expected calls of the wrapped model alone, model(...) or "
-            "model.method(...), not of its submodules; for averages of weights, copy.deepcopy(model) of the wrapper, "
-            "which is split alike, or, of a part of the model by another (a momentum encoder), the same lines at the "
-            "start of forward; for whole weights, model.state_dict() on every rank; for the norm of all gradients, "
-            "model.clip_grad_norm_(float('inf')); for the norm of all weights, model.parameter_norm(); for penalties "
-            "on weights, the optimizer's weight_decay, or that the model's forward adds them to its loss. What is "
-            "done to each parameter by its own numbers alone may leave out those with is_meta; a norm of the others "
-            "would be another on each rank. Where a library does it, as in a callback, pass num_stages=1: each rank "
-            "then has the whole model."
+            "model.method(...); of a module of it, model.call_part('encoder', x) on every rank; for averages of "
+            "weights and target networks, copy.deepcopy(model) of the wrapper, which is split alike, or, of a part of "
+            "the model by another (a momentum encoder), the same lines at the start of forward; for whole weights, "
+            "model.state_dict() on every rank; for the norm of all gradients, model.clip_grad_norm_(float('inf')); for "
+            "the norm of all weights, model.parameter_norm(); for penalties on weights, the optimizer's weight_decay, "
+            "or that the model's forward adds them to its loss. What is done to each parameter by its own numbers "
+            "alone may leave out those with is_meta; a norm of the others would be another on each rank. Where a "
+            "library does it, as in a callback, pass num_stages=1: each rank then has the whole model."
         ) from cause
 
 

@@ -35,6 +35,10 @@ _NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 _OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
 _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
+_TEXTS = (
+    " What is another one for each sample, as its name, is no constant: leave it out of what the model is given, as in "
+    "model({name: each for name, each in batch.items() if torch.is_tensor(each)})."
+)
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 Digest = tuple[Hashable, ...]
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16
@@ -219,7 +223,8 @@ def check_alike(
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         kinds = set(world.gather_objects((call.kind, call.mode), "comparing calls"))
         pad = " Where samples have lengths of their own, pad them to one length on all ranks."
-        advice = pad if len(kinds) == 1 else ""
+        texts = _TEXTS if re.search(r"constant [\w ]*\[", differing) else ""
+        advice = pad if len(kinds) == 1 else texts
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
             f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"
@@ -251,9 +256,9 @@ def _words(call: CallSpec) -> dict[str, str]:
 
 
 def _name(path: str) -> str:
-    """Turns ``[1]['scale']`` into ``scale`` and ``[0][2]`` into ``argument 2``."""
+    """Turns ``[1]['scale']`` into ``scale``, and ``[0][2]['name']`` into ``argument 2['name']``."""
     is_keyword, rest = path.startswith("[1]"), path[3:]
-    return re.sub(r"^\['(\w+)'\]", r"\1", rest) if is_keyword else f"argument {rest.strip('[]')}"
+    return re.sub(r"^\['(\w+)'\]", r"\1", rest) if is_keyword else f"argument {rest[1:].replace(']', '', 1)}"
 
 
 def _flags(letters: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
@@ -37,8 +37,16 @@ def owner_of_loop(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def calls_together(model: nn.Module, call: Callable[..., Any], counts: Callable[[], bool], run: Run) -> Iterator[_Loop]:
+def calls_together(
+    model: nn.Module,
+    call: Callable[..., Any],
+    parts: Mapping[nn.Module, Callable[..., Any]],
+    counts: Callable[[], bool],
+    run: Run,
+) -> Iterator[_Loop]:
     """Has `call` run on all ranks where a method of the model calls the model, if that `counts`; else the model alone.
+
+    `parts` has what is to run where it calls modules of the model.
 
     A rank whose samples have all ended goes on until those of the others have: it fills its rows, as in one batch.
     """
@@ -46,7 +54,7 @@ def calls_together(model: nn.Module, call: Callable[..., Any], counts: Callable[
     loop = _Loop(inner, call, counts, run)
     is_loop = hasattr(inner, HAS_UNFINISHED)
     with (
-        own_calls(inner, loop.call),
+        own_calls({**parts, inner: loop.call}),
         replaced(inner, HAS_UNFINISHED, loop.has_unfinished) if is_loop else nullcontext(),
     ):
         yield loop

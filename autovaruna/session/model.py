@@ -33,6 +33,7 @@ from autovaruna.session.shared_call import digest
 logger = logging.getLogger(__name__)
 _FIRST_GPU = torch.device("cuda", 0)
 _wrapped: WeakSet[WrappedModel] = WeakSet()  # all of the process
+_SHARING = "ZeroRedundancyOptimizer"
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -135,6 +136,7 @@ class WrappedOptimizer:
         if optimizer is not None:
             cut = CutOptimizer(optimizer, model.names_by_id())
             if not is_alone():
+                _refuse_sharing(optimizer)
                 cut.check()
             self._watch(cut)
 
@@ -193,6 +195,8 @@ class WrappedOptimizer:
             raise InputError(f"Got a {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer.")
         model, world = self._model, self._run.world
         names = {id(parameter): name for name, parameter in model.state.parameters().items() if not parameter.is_meta}
+        for group in optimizer.param_groups:  # parameters() lists those of other ranks, too
+            group["params"][:] = [each for each in group["params"] if not each.is_meta]
         error: Exception | None = None
         try:
             cut = CutOptimizer(optimizer, names)
@@ -265,6 +269,18 @@ def refuse_parallel_wrapper(wrapper: type, what: str, others: Collection[str] = 
             f"{what} is wrapped by {kind} of torch: got two libraries that would both spread the model over the ranks. "
             "Expected the model itself; leave that wrapper out (fully_shard() and parallelize_module() as well), and "
             "torch.distributed with it."
+        )
+
+
+def _refuse_sharing(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses torch's optimizer that shares its state out over the ranks."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.")]
+    if _SHARING in kinds:
+        inner = type(getattr(optimizer, "optim", optimizer)).__name__
+        raise InputError(
+            f"The optimizer is a {_SHARING} of torch: got two libraries that would both share its state out over the "
+            f"ranks. Expected the optimizer that it is made of, {inner}(model.parameters(), ...), and the setting "
+            "shard_optimizer=True: replicas then share its state."
         )
 
 

@@ -411,11 +411,23 @@ def new_submodule(self: Any, values: Tensor) -> Tensor:
     return self.choosing(values.mean(-1, keepdim=True))
 
 
+def by_flag(self: Any, x: Tensor) -> Tensor:
+    """Sets a parameter by the samples of its first call, as an ActNorm does, and a flag that says so."""
+    if self.is_set.item() == 0:
+        with torch.no_grad():
+            self.shift.copy_(-x.mean())
+            self.is_set.fill_(1)
+    return x + self.shift
+
+
 RATE = nn.Parameter(torch.tensor(0.3), requires_grad=False)
 WARM: dict[str, Make] = {
     "attribute": lambda: tabled(attribute, cached=None),
     "new buffer": lambda: tabled(new_buffer),
     "in place": lambda: tabled(in_place, made=torch.zeros(8, 1), rate=RATE),
+    "by a flag": lambda: tabled(
+        new_submodule, choosing=Written(by_flag, shift=nn.Parameter(torch.zeros(())), is_set=torch.zeros(()))
+    ),
     "new submodule": lambda: tabled(new_submodule, choosing=Written(choosing, act=nn.ReLU())),
 }
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from autovaruna.errors import ConfigError
 from autovaruna.interception.ending import status_of
-from autovaruna.ranks.environment import count_cores, count_sharing, num_ranks_in, share_threads
+from autovaruna.ranks.environment import count_cores, count_sharing, get_world, num_ranks_in, share_threads
 from autovaruna.ranks.torch_channel import neighbours
 from autovaruna.session import links
 
@@ -13,6 +15,16 @@ from autovaruna.session import links
 def test_launchers_are_recognised(name: str) -> None:
     assert num_ranks_in({name: "3"}) == 3
     assert num_ranks_in({"PATH": "/bin", name: ""}) == 1
+
+
+def test_a_process_group_of_some_of_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, all ranks trained one model, where the script meant one for each group."""
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    for name, text in {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "RANK": "0"}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=r"has 2 processes, but the launcher started 4.*--nproc-per-node 2"):
+        get_world()
 
 
 def test_ranks_share_cores_with_those_whose_cores_overlap() -> None:

@@ -63,6 +63,11 @@ def hashed(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y) * len({x.shape[0], y.shape[0]})
 
 
+def weighed(self: Any, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Has a weight for each of as many classes as there are samples."""
+    return F.cross_entropy(self.classes(x), y, weight=weight)
+
+
 def of(function: Callable[..., Any], **parts: nn.Module) -> Callable[[], nn.Module]:
     return lambda: Written(function, last=nn.Linear(WIDTH, CLASSES), **parts)
 
@@ -80,6 +85,9 @@ FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, An
     "a mean": (of(decayed), (X, Y), {"reduction": "sum"}, ("reduction",)),
     "no loss": (of(lambda self, x: self.last(x)), (X,), {"loss_mode": "loss"}, ("loss_mode",)),
     "samples that meet": (of(contrastive), (X,), {}, ("inputs", "num_micro_batches", "dynamic_batch")),
+    "weights of classes": (
+        *(of(weighed, classes=nn.Linear(WIDTH, 6)), (X, Y, torch.arange(1.0, 7.0)), {}, ("batch_inputs",)),
+    ),
     "a hashed size": (of(hashed), (X, Y), {}, ("dynamic_batch",)),
 }
 

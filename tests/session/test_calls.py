@@ -69,6 +69,15 @@ class Agent(nn.Module):
             x = torch.cat((x[:, 2:], self(x)), 1)
         return x
 
+    @torch.no_grad()
+    def sample(self, x: Tensor, num_steps: int) -> Tensor:
+        """Goes from step to step by its modules, as a diffusion does."""
+        for _ in range(num_steps):
+            x = x + 0.1 * torch.cat([self.actor(torch.tanh(self.body(x)))] * 2, 1)
+            if not float(x.abs().max()) < 100:
+                raise ValueError("it diverges")
+        return x
+
     def learn(self, x: Tensor, y: Tensor) -> Tensor:
         """Looks at the number of its loss, so that it cannot be traced."""
         loss = F.cross_entropy(self(x), y)
@@ -100,6 +109,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {
     "private": lambda model, x, y: model._loss(x, y),
     "both": lambda model, x, y: F.cross_entropy(model(x), y) + model.evaluate(x)[1].square().mean(),
     "itself": lambda model, x, y: model.learn(model.roll(x, 3), y),
+    "its modules": lambda model, x, y: model.learn(model.sample(x, 3), y),
 }
 BESIDE: dict[str, Callable[..., Tensor]] = {
     "parts": lambda model, x, y: F.cross_entropy(model(x), y) + model.critic(model.body(x)).square().mean(),

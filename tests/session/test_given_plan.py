@@ -127,7 +127,7 @@ def after_the_split(setup: Setup, act: Callable[[AutoVaruna, torch.optim.Optimiz
 
     def run(model: AutoVaruna, _: Any, rank: int) -> Any:
         model.prepare(X)
-        optimizer = torch.optim.SGD([each for each in model.parameters() if not each.is_meta], 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model.adopt(optimizer)
         return act(model, optimizer)
 

@@ -256,6 +256,7 @@ def keeping(self: Any, x: Tensor) -> Any:
 def test_one_process_returns_the_models_own_objects() -> None:
     model = Written(keeping, layer=nn.Linear(3, 3))
     assert AutoVaruna(model)(torch.ones(2, 3)) is model.last
+    assert AutoVaruna(nn.Sequential(model))[0] is model
 
 
 def turned(self: Any, x: Tensor) -> tuple[Tensor, ...]:

@@ -144,9 +144,17 @@ def saved_later(model: Any, optimizer: Any) -> None:
     steps(model, second)
 
 
+def held_by_the_model(model: Any, optimizer: Any) -> None:
+    """Once, ranks that have the state of other parameters were told that their calls do not fit together."""
+    getattr(model, "module", model).optimizer = optimizer
+    steps(model, optimizer)
+    steps(model, optimizer)
+
+
 STORIES: dict[str, Story] = {
     "the call that splits comes from a step": lambda model, optimizer: steps(model, optimizer, with_closure=True),
     "by hand": by_hand,
+    "held by the model": held_by_the_model,
     "adafactor made later": made_later(torch.optim.Adafactor),
     "for each made later": made_later(lambda each: torch.optim.ASGD(each, lr=0.1, foreach=True)),
     "saved later": saved_later,

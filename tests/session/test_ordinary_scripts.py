@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from autovaruna import AutoVaruna, InputError
+from autovaruna import AutoVaruna, InputError, RankError
+from autovaruna.ranks.world import World
 from tests.catalogue import CASES
+from tests.catalogue.small import Written
+from tests.rank_threads import run_ranks
 from tests.reference import Record, adamw
 from tests.session.training import QUIET, Setup, as_plain, descend, held, on_ranks, pipeline
 
@@ -303,6 +306,17 @@ def test_what_needs_all_on_one_rank_or_another_s_wrapper_is_refused(what: str) -
     on_ranks(TWO, layers(), run)
 
 
+def test_names_of_samples_among_the_inputs_are_refused_with_what_to_write() -> None:
+    def run(model: AutoVaruna, _: Any, rank: int) -> Tensor:
+        batch = {"x": X, "names": [f"a{rank}"]}
+        with pytest.raises(RankError, match=r"argument 0\['names'\]\[0\] is 'a0' on rank 0, .*leave it out.*is_tensor"):
+            model(batch)
+        return model({name: each for name, each in batch.items() if torch.is_tensor(each)}).detach()
+
+    plain = Written(lambda self, batch: self.last(batch["x"]), last=layers())
+    torch.testing.assert_close(on_ranks(PER_RANK, plain, run), [plain({"x": X}).detach()] * 2)
+
+
 WRAPPERS: dict[str, Callable[[AutoVaruna], object]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "DataParallel": lambda model: nn.DataParallel(nn.Sequential(model, nn.ReLU())),
@@ -317,6 +331,28 @@ def test_another_library_s_wrapper_is_refused_around_ours(name: str) -> None:
     with pytest.raises(InputError, match=f"AutoVaruna wraps is wrapped by {name} of torch.*leave that wrapper out"):
         WRAPPERS[name](model)
     assert nn.Sequential(model)[0] is model
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """Has the name of torch's, and the optimizer that it is made of."""
+
+    def __init__(self, parameters: Any, optimizer_class: Any, **options: Any) -> None:
+        self.optim = optimizer_class(parameters, **options)
+        super().__init__(self.optim.param_groups, options)
+
+
+ZeroRedundancyOptimizer.__module__ = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def test_torch_s_sharing_optimizer_is_refused_with_what_to_write() -> None:
+    """Once, it ended in words about a process group that cannot be pickled."""
+
+    def be_rank(world: World) -> None:
+        net = layers()
+        with pytest.raises(InputError, match=r"made of, Adam\(model\.parameters\(\), .*shard_optimizer=True"):
+            AutoVaruna(net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1))
+
+    run_ranks(2, be_rank)
 
 
 class Named(nn.Module):

@@ -97,13 +97,12 @@ def test_evaluation_is_the_mean_over_all_samples_in_eval_mode(grid: str) -> None
 
 def test_the_optimizer_comes_after_wrapping_and_a_call_is_refused() -> None:
     def script(world: Any) -> None:
-        model = net()
-        early = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = Varuna(model, "0;1", batch, 6, 2, **QUIET)
+        other = torch.optim.SGD(net().parameters(), lr=0.1)
+        wrapped = Varuna(net(), "0;1", batch, 6, 2, **QUIET)
         with pytest.raises(OrderError, match="set_optimizer"):
             wrapped.step(batch(6))
         with pytest.raises(AutoVarunaError, match="made after wrapping"):
-            wrapped.set_optimizer(early)
+            wrapped.set_optimizer(other)
         with pytest.raises(OrderError, match="step"):
             wrapped(**batch(6))
 

@@ -288,7 +288,8 @@ _REASONS: tuple[tuple[Callable[[Exception, str], bool], str], ...] = (
     (
         lambda error, where: True,
         "{reason}. Expected a forward whose Python control flow does not depend on the numbers in tensors. Replace "
-        f"the branch by torch.where, move it out of forward, or {_INTO} as one operation.",
+        f"the branch by torch.where, move it out of forward, or {_INTO} as one operation. If only the first call takes "
+        "it (a flag says so, as of an ActNorm), run one batch through the model before it is wrapped.",
     ),
 )
 """By what stopped a trace, and at which line: what to write instead, `reason` or `line` of the error in it."""
@@ -340,7 +341,19 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
     """Returns what is odd of a call for which a model mixes samples in some modules, and what to write instead."""
     batch = [spec for spec in call.inputs if spec.is_batch]
     others = [spec for spec in call.inputs if not spec.is_batch]
-    return _of_graph(batch, others) or _of_time(model, call, others, paths) or _OTHERWISE
+    return (_of_graph(batch, others) or _of_time(model, call, others, paths) or _OTHERWISE) + _of_chance(batch)
+
+
+def _of_chance(batch: list[InputSpec]) -> str:
+    """Finds rows of numbers that may be as long as the batch by chance."""
+    odd = [each for each in batch[1:] if len(each.shape) == 1 and each.dtype.is_floating_point]
+    others = [each.name for each in batch if each not in odd]
+    if not odd:
+        return ""
+    return (
+        f" If {_shown(odd)} is as long as the batch by chance (weights of classes, say), name the inputs that have "
+        f"samples: batch_inputs={others}."
+    )
 
 
 def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
