@@ -143,9 +143,9 @@ def test_samples_that_meet_are_refused_at_the_first_step(name: str) -> None:
             steps(Series(MEETING[name]), setup)
 
 
-@pytest.mark.parametrize("seed", some(range(1000), 40))
+@pytest.mark.parametrize("seed", range(0, 1000, 25))
 def test_a_drawn_model_that_may_mix_samples_is_right_or_refused(seed: int) -> None:
-    """By the steps alone; `test_drawn` has the analysis look at such models, too."""
+    """By the steps alone, which see most of what the analysis sees; `test_drawn` has both look at such models."""
     case = draw_mixed(seed)
     batch = case.batch(7, seed)
     with suppress(AutoVarunaError):
