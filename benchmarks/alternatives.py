@@ -28,6 +28,7 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
+from delay import DelayingSwitch
 from paired import Pairs, hush, time_rounds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -383,7 +384,8 @@ def main() -> None:
 
         links = {"100 Mbit/s": (100, 0.0)} if args.quick else {"no limit": (0, 0.0), **LINKS}
         for link, (megabits, delay) in links.items() if not reason_to_skip() else ():
-            with Hosts(2, f"{megabits}mbit" if megabits else "", delay) as hosts:
+            switch = DelayingSwitch(delay) if delay else None
+            with Hosts(2, f"{megabits}mbit" if megabits else "", switch) as hosts:
                 for shape in apart if delay < 20e-3 else apart[:1]:
                     job = Job(*shape, rounds=rounds)
                     print(*rows(link, job, on_hosts(hosts, job), megabits), sep="\n", flush=True)

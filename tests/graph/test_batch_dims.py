@@ -150,19 +150,6 @@ def test_a_missing_or_wrong_dimension_is_said(settings: dict[str, Any], message:
     refuse(model, message, {"words": drawn(1, 4, 3), "hidden": model.init_hidden(3)}, AutoVarunaError, **settings)
 
 
-def encode(self: Any, src: Tensor, mask: Tensor) -> Tensor:
-    """Has time first, and a mask of time and time, as long as what seems to be the batch."""
-    return self.head(self.body(self.embed(src), mask))  # type: ignore[no-any-return]
-
-
-def test_texts_with_time_first_and_a_mask_are_no_graph() -> None:
-    """Once they were taken for nodes and edges; what was then tried instead had no end."""
-    body = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0), 2, enable_nested_tensor=False)
-    model = Written(encode, embed=nn.Embedding(WORDS, WIDTH), body=body, head=nn.Linear(WIDTH, WORDS))
-    batch = {"src": drawn(1, 4, 3), "mask": torch.zeros(4, 4).bool()}
-    refuse(model, r"takes the first one for time.*batch_dims=\{'src': 1\}", batch, AutoVarunaError)
-
-
 def test_the_setting_is_read_from_each_source() -> None:
     given = (("src", 1), ("tgt", 0))
     assert resolve({"batch_dims": {"tgt": 0, "src": 1}}).batch_dims == given

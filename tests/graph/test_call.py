@@ -71,18 +71,6 @@ def test_one_trace_serves_any_batch_size() -> None:
     assert base == same and len({base, *(call.key for call in others)}) == 7
 
 
-def test_the_mode_asks_for_another_trace() -> None:
-    model = Model(2, 2)
-    found = {call_of(model, X).key}
-    for mode in (torch.no_grad(), torch.autocast("cpu")):
-        with mode:
-            found.add(call_of(model, X).key)
-    found.add(call_of(model.eval(), X).key)
-    model.bias.requires_grad_(False)
-    found.add(call_of(model.train(), X).key)
-    assert len(found) == 5
-
-
 @pytest.mark.parametrize(
     ("args", "batch_inputs", "message"),
     [

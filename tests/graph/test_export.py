@@ -19,8 +19,11 @@ from autovaruna.evidence.verify import compare
 from tests.catalogue.small import Written
 from tests.graph.models import CPU, traced
 
-X = torch.zeros(3, 4)
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+Act = Callable[[Any, Tensor], Any]
 GLOBAL = {"calls": 0}
+TABLE: dict[str, Tensor] = {}
+KNOWN: Tensor | None = None
 
 
 def branching(self: Any, x: Tensor) -> Tensor:
@@ -135,15 +138,15 @@ class Stateful(nn.Module):
 
     of_class: ClassVar[list[int]] = []
 
-    def __init__(self, act: Callable[[Any, Tensor], Any], is_used: bool = True) -> None:
+    def __init__(self, act: Act, is_used: bool = True) -> None:
         super().__init__()
         self.layer, self.act, self.is_used = nn.Linear(4, 4), act, is_used
-        self.seen, self.options, self.held = list[int](), {"calls": 0}, {"last": torch.zeros(())}
-        self.counter, self.numbers, self.prev = SimpleNamespace(calls=0), itertools.count(1), torch.zeros(())
+        self.seen, self.options, self.held, self.last = list[int](), {"calls": 0}, {"last": torch.zeros(())}, None
+        self.counter, self.numbers, self.prev = SimpleNamespace(calls=0, last=None), itertools.count(1), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
-        scale = self.act(self, out)
+        scale = self.act(self, x)
         return out * scale if self.is_used else out
 
 
@@ -157,13 +160,13 @@ def count(numbers: dict[str, int]) -> int:
     return numbers["calls"]
 
 
-def count_in_object(self: Any, out: Tensor) -> int:
+def count_in_object(self: Any, x: Tensor) -> int:
     self.counter.calls += 1
     return self.counter.calls
 
 
-def keep_in_dict(self: Any, out: Tensor) -> Tensor:
-    last, self.held["last"] = self.held["last"], out.detach().mean()
+def keep_in_dict(self: Any, x: Tensor) -> Tensor:
+    last, self.held["last"] = self.held["last"], x.detach().mean()
     return last
 
 
@@ -172,23 +175,81 @@ def check(model: nn.Module) -> None:
     compare(traced(model, X), model, [X], CPU)
 
 
-COUNTS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "list": lambda self, out: grow(self.seen),
-    "list of its class": lambda self, out: grow(self.of_class),
-    "dict": lambda self, out: count(self.options),
-    "dict outside": lambda self, out: count(GLOBAL),
-    "object": count_in_object,
-    "tensor in a dict": keep_in_dict,
-    "iterator": lambda self, out: next(self.numbers),
+def carry(self: Any, x: Tensor) -> Tensor:
+    last, self.prev = self.prev, x.detach().mean()
+    return last
+
+
+def write(self: Any, x: Tensor) -> Tensor:
+    return self.prev.mul_(0.5).add_(x.detach().mean())
+
+
+def hand_on(holder: Callable[[Any], Any], put: Callable[[Tensor], Any] = torch.clone) -> Act:
+    """Returns what gives the samples that the last call has left, if there are any, and leaves its own."""
+
+    def act(self: Any, x: Tensor) -> Any:
+        last, holder(self).last = holder(self).last, put(x.detach())
+        return 1.0 if last is None else last[0] if isinstance(last, tuple) else last
+
+    return act
+
+
+def keep(make: Act) -> Act:
+    """Returns what gives what it kept in its first call."""
+
+    def act(self: Any, x: Tensor) -> Any:
+        self.last = make(self, x) if self.last is None else self.last
+        return self.last
+
+    return act
+
+
+def in_table(self: Any, x: Tensor) -> Tensor:
+    if "mean" not in TABLE:
+        TABLE["mean"] = x.detach().abs().mean(0)
+    return TABLE["mean"]
+
+
+def in_global(self: Any, x: Tensor) -> Tensor:
+    global KNOWN
+    KNOWN = x.detach().abs().mean(0) if KNOWN is None else KNOWN
+    return KNOWN
+
+
+PYTHON = r"changes Python state.*register_buffer\(\)|computes something else"
+LEFT = "next call computes something else: got changes of "
+DIFFER: dict[str, tuple[Act, str]] = {
+    "list": (lambda self, x: grow(self.seen), PYTHON),
+    "list of its class": (lambda self, x: grow(self.of_class), PYTHON),
+    "dict": (lambda self, x: count(self.options), PYTHON),
+    "dict outside": (lambda self, x: count(GLOBAL), PYTHON),
+    "object": (count_in_object, PYTHON),
+    "tensor in a dict": (keep_in_dict, PYTHON),
+    "iterator": (lambda self, x: next(self.numbers), PYTHON),
+    "number in a tensor": (carry, r"\bprev\b.*register_buffer\(\)"),
+    "tensor in place": (write, r"\bprev\b.*register_buffer\(\)"),
+    # once, a state of as many samples as the batch has, empty before the first call, stayed empty
+    "samples": (hand_on(lambda self: self), LEFT + "last,"),
+    "samples in an object": (hand_on(lambda self: self.counter), LEFT + r"counter\.last,"),
+    "samples in a tuple": (hand_on(lambda self: self, lambda x: (x, 1)), LEFT + "last,"),
+    # once, each call kept its own: with the same samples and weights a second call gives the same
+    "mean of the first batch": (keep(lambda self, x: x.detach().abs().mean(0)), LEFT + "last,"),
+    "first features": (keep(lambda self, x: self.layer(x).detach()), LEFT + "last,"),
+    "first weights": (keep(lambda self, x: self.layer.weight.detach().mean(0)), LEFT + "last,"),
+    "a table outside": (in_table, LEFT + ".*TABLE,"),
+    "a global": (in_global, LEFT + ".*KNOWN,"),
 }
 
 
-@pytest.mark.parametrize("act", COUNTS.values(), ids=COUNTS)
-def test_what_calls_differ_by_is_refused_and_what_none_reads_left_alone(act: Any) -> None:
+@pytest.mark.parametrize("what", DIFFER)
+def test_what_calls_differ_by_is_refused_by_name_and_what_none_reads_left_alone(what: str) -> None:
     """Once, each but numbers of modules stayed as it was traced, without a word."""
-    with pytest.raises(TraceError, match=r"changes Python state.*register_buffer\(\)|computes something else"):
+    act, words = DIFFER[what]
+    with pytest.raises(TraceError, match=words):
         check(Stateful(act))
-    check(Stateful(act, is_used=False))
+    if act is not write:  # which no copy would have
+        check(Stateful(act, is_used=False))
+    assert not TABLE and KNOWN is None
 
 
 def keep_state(self: Any, x: Tensor) -> Tensor:
@@ -204,35 +265,25 @@ def test_state_of_samples_that_a_model_keeps_is_refused_by_its_name_with_what_to
         check(Written(keep_state, cell=nn.LSTMCell(4, 4), state=None))
 
 
-def carry(self: Any, out: Tensor) -> Tensor:
-    last, self.prev = self.prev, out.detach().mean()
-    return last
-
-
-def write(self: Any, out: Tensor) -> Tensor:
-    return self.prev.mul_(0.5).add_(out.detach().mean())
-
-
-def write_first(self: Any, out: Tensor) -> Tensor:
-    self.prev = out.detach()
+def write_first(self: Any, x: Tensor) -> Tensor:
+    self.prev = x.detach()
     return self.prev
 
 
-def fill(self: Any, out: Tensor) -> Tensor:
+def fill(self: Any, x: Tensor) -> Tensor:
     if not hasattr(self, "places"):
         self.places = torch.arange(4)
     return self.places
 
 
-@pytest.mark.parametrize("act", [carry, write])
-def test_a_tensor_that_calls_carry_on_is_refused_by_name(act: Any) -> None:
-    """Once, it stayed as it was traced."""
-    with pytest.raises(TraceError, match=r"\bprev\b.*register_buffer\(\)"):
-        check(Stateful(act))
+SAME: tuple[Act, ...] = (
+    *(write_first, fill, lambda self, x: torch.tensor([1.0, 2.0, 3.0, 4.0]).add_(1.0)),
+    keep(lambda self, x: self.layer.weight.detach().sign().abs()[0]),
+)
 
 
-@pytest.mark.parametrize("act", [write_first, fill, lambda self, out: torch.tensor([1.0, 2.0, 3.0, 4.0]).add_(1.0)])
-def test_a_tensor_that_is_made_in_each_call_is_left_alone(act: Any) -> None:
+@pytest.mark.parametrize("act", SAME)
+def test_a_tensor_that_is_made_in_each_call_or_the_same_is_left_alone(act: Act) -> None:
     check(Stateful(act))
 
 

@@ -51,13 +51,6 @@ def test_changes_are_seen_by_what_the_schema_says() -> None:
     assert model.changed_state == {"plain", "inside"}
 
 
-def dropped(self: nn.Module, x: Tensor) -> Tensor:
-    y = x[:, None, None]
-    dropping = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5) + F.scaled_dot_product_attention(y, y, y)
-    x = dropping[:, 0, 0] + F.dropout(x, 0.5) + F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False)
-    return x + torch.bernoulli(x)
-
-
 def shaped(self: nn.Module, x: Tensor) -> Tensor:
     """Makes values whose sizes depend on the batch in several ways."""
     out = self.layer(x)

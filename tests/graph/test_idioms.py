@@ -18,7 +18,7 @@ from autovaruna.graph.export.assertions import passing
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, labelled, two_layers
 from tests.products import some
-from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
+from tests.reference import bit_equal, compare, micro_batches, plain_micro_batched, plain_steps
 from tests.session.training import QUIET, measure, pipeline, refuse, train, train_as_plain
 
 Function = Callable[[Any, Tensor, Tensor], Tensor]
@@ -176,7 +176,7 @@ def test_modules_are_kept_whole(kind: str) -> None:
 def trains(case: Case, recompute: bool = False) -> None:
     """Asserts that one micro-batch has plain PyTorch's bits, and three its numbers; and that parts can be measured."""
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    plain = plain_micro_batched(case, [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches])
+    plain = plain_micro_batched(case, [micro_batches(batch, 3) for batch in batches])
     bit_equal(train(case, pipeline(2, num_micro_batches=1, recompute=recompute), batches), plain_steps(case, batches))
     compare(train(case, pipeline(2), batches), plain)
     measure(case)

@@ -19,7 +19,7 @@ from autovaruna import AutoVaruna, InputError
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, hidden, labelled, two_layers
 from tests.products import some
-from tests.reference import bit_equal, compare, part, plain_micro_batched, ranges
+from tests.reference import bit_equal, compare, micro_batches, plain_micro_batched
 from tests.session.training import QUIET, Setup, measure, pipeline, refuse, same_gradients, train, train_as_plain
 
 SIZE, STEPS = 6, 3
@@ -110,8 +110,7 @@ def test_kept_modules_train_like_plain_pytorch(name: str) -> None:
     one = train(case, Setup(), batches)
     bit_equal(train(case, pipeline(3, recompute=True), batches), one)
     if name == "branch":
-        parts = [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches]
-        compare(one, plain_micro_batched(case, parts))
+        compare(one, plain_micro_batched(case, [micro_batches(batch, 3) for batch in batches]))
 
 
 @pytest.mark.parametrize("function", [drawing, masked])

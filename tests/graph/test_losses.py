@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -203,17 +204,23 @@ def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture
 
 
 def test_integers_that_are_no_counts_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Those of micro-batches are added up, or the greatest or least of them is taken, where the operation says so."""
+    """Those of micro-batches are added up, or the greatest or least of them is taken, where the operation says so.
+
+    Once, whether all are so was whether any micro-batch's are, and the greatest integers were added up.
+    """
 
     def outputs(m: Any, s: Tensor, y: Tensor) -> dict[str, Tensor]:
         right = s.argmax(1) == y
         told = {"half": right.sum() // 2, "next": right.sum() + 1, "best": s.amax(1).argmax(), "most": right.sum() > 3}
         untold = {"count": right.sum(), "twice": 2 * right.sum(), "more": right.sum() - (~right).sum()}
-        return {"loss": F.cross_entropy(s, y), **told, **untold, "all": right.all(), "last": y.max()}
+        untold |= {"all": (s < 1e6).all(), "some": right.all(), "last": s.argmax(1).max(), "first": s.argmax(1).amin()}
+        return {"loss": F.cross_entropy(s, y), **told, **untold}
 
+    plain = Model(outputs)
     with caplog.at_level(logging.WARNING):
-        model = AutoVaruna(Model(outputs), plan=Setup(num_micro_batches=2).plan, num_micro_batches=2, **QUIET)
-        model(**labelled(6, 0)[1])["loss"].backward()
+        model = AutoVaruna(copy.deepcopy(plain), plan=Setup(num_micro_batches=2).plan, num_micro_batches=2, **QUIET)
+        found, expected = model(**labelled(6, 0)[1]), plain(**labelled(6, 0)[1])
+    assert all(torch.equal(found[name], expected[name]) for name in list(expected)[5:])
     told = [each.split()[0] for each in caplog.messages if "is no count over the samples" in each]
     assert told == [f"output['{name}']" for name in ("half", "next", "best", "most")]
 

@@ -25,6 +25,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
+from typing import Any
 
 import psutil
 
@@ -95,17 +96,17 @@ class Hosts:
     Args:
         count: How many.
         rate: What a host may send in a second, as tc writes it: ``100mbit``; empty: no limit.
-        delay_seconds: How long a frame takes from host to host; 0: as long as it takes.
+        switch: What joins them, in place of a `Switch` of this file.
     """
 
-    def __init__(self, count: int, rate: str = "", delay_seconds: float = 0.0) -> None:
+    def __init__(self, count: int, rate: str = "", switch: Any = None) -> None:
         self.names = [f"h{place}" for place in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="emulated-hosts-"))
         self.shared = self.folder / "shared"  # is the same on all hosts
         self.shared.mkdir()
         everywhere = [self.shared, ROOT, sys.prefix, sys.base_prefix]
         self._seen_in_tmp = [path for path in map(str, everywhere) if path.startswith("/tmp/")]
-        self._switch = DelayingSwitch(delay_seconds) if delay_seconds else Switch()
+        self._switch = switch or Switch()
         self._rate = rate
         self._machines: dict[str, subprocess.Popen[bytes]] = {}
         self._first_pids: dict[str, int] = {}
@@ -323,33 +324,6 @@ class Switch:
 
     def _entering(self) -> list[str]:
         return ["nsenter", "--target", str(self._process.pid), "--net", "--"]
-
-
-class DelayingSwitch(Switch):
-    """Joins hosts as a switch does that takes its time: a process that hands each frame on (`delay.py`)."""
-
-    def __init__(self, delay_seconds: float) -> None:
-        self._delay_seconds = delay_seconds
-
-    def start(self) -> None:
-        """Starts it."""
-        script = Path(__file__).with_name("delay.py")
-        call = ["unshare", "--net", sys.executable, str(script), str(self._delay_seconds)]
-        self._process = subprocess.Popen(call, stdin=PIPE, stdout=PIPE, start_new_session=True)
-
-    def plug(self, place: int, pid: int) -> None:
-        """Gives the host of a process an eth0 that is joined to all others."""
-        self._tell(f"plug {place} {pid}")
-
-    def set_port(self, place: int, state: str) -> None:
-        """Pulls a cable out (``down``), or puts it in (``up``)."""
-        self._tell(f"{state} {place}")
-
-    def _tell(self, words: str) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{words}\n".encode())
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == b"done\n", f"the switch ended at: {words}"
 
 
 def wait_for(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = WAIT_SECONDS) -> None:

@@ -6,7 +6,11 @@ import sys
 
 import pytest
 
-from tests.hosts.emulation import Hosts, reason_to_skip, wait_for
+from tests.hosts.emulation import ROOT, Hosts, reason_to_skip, wait_for
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from delay import DelayingSwitch
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "-")]
 DELAY_SECONDS = 0.05
@@ -17,7 +21,7 @@ print(time.perf_counter() - began)"""
 
 
 def test_a_frame_takes_as_long_from_host_to_host_as_is_asked_for() -> None:
-    with Hosts(2, delay_seconds=DELAY_SECONDS) as hosts:
+    with Hosts(2, switch=DelayingSwitch(DELAY_SECONDS)) as hosts:
 
         def seconds() -> float:
             return float(hosts.run("h1", [sys.executable, "-c", CONNECT]).stdout)

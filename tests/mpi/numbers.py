@@ -15,39 +15,24 @@ from autovaruna import AutoVaruna
 from autovaruna.ranks.environment import get_world
 from tests.catalogue import CASES, DEVICE, Case
 from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
-from tests.reference import OPTIMIZERS, Record
-from tests.session.training import QUIET, descend, pipeline, share_of, trace_shared, train_rank, work_shared
+from tests.reference import Record, sgd
+from tests.session.training import QUIET, descend, share_of, trace_shared, train_rank
 
-STEPS, SIZE = 3, 8
-NUM_MICRO_BATCHES = 4
 FAST: dict[str, Any] = {**QUIET, "profile_iterations": 1}
 
 
-def wrap(case: Case, optimizer: str = "sgd", **settings: Any) -> tuple[AutoVaruna, torch.optim.Optimizer]:
-    """Returns a wrapped model with its optimizer; each rank builds another one, which rank 0's weights overwrite."""
-    model = case.model(get_world().rank)
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return AutoVaruna(model, made, **{**FAST, **settings}), made
-
-
-def in_stages(name: str) -> Record:
-    """Trains a case in as many stages as ranks and graph allow, with one optimizer or the other for each case."""
-    case, num_ranks = CASES[name], get_world().num_ranks
-    num_stages, optimizers = min(num_ranks, case.max_stages), list(OPTIMIZERS)
-    setup = pipeline(num_stages, num_micro_batches=NUM_MICRO_BATCHES, num_ranks=num_ranks)
-    model, made = wrap(case, optimizers[list(CASES).index(name) % 2], inputs="replicated", plan=setup.plan)
-    with work_shared((case.name, case.has_dropout)):
-        return train_rank(case, model, made, [case.batch(SIZE, step) for step in range(STEPS)])
-
-
 def own_batches(case: Case, **settings: Any) -> Record:
-    """Trains on batches of which each rank passes its part; the parts differ in size."""
+    """Trains on batches of which each rank passes its part; the parts differ in size.
+
+    Each rank builds another model, which rank 0's weights overwrite.
+    """
     world = get_world()
     all_sizes = enumerate(sizes_of(world.num_ranks))
     parts = [share_of(case.batch(sum(sizes), step), sizes, world.rank) for step, sizes in all_sizes]
-    model, optimizer = wrap(case, **settings)
+    model = case.model(world.rank)
+    optimizer = sgd(model.parameters())
     with trace_shared((case.name, case.has_dropout)):
-        return train_rank(case, model, optimizer, parts)
+        return train_rank(case, AutoVaruna(model, optimizer, **FAST, **settings), optimizer, parts)
 
 
 def sizes_of(num_ranks: int) -> list[list[int]]:
@@ -64,14 +49,13 @@ def own_folder() -> Iterator[None]:
         yield
 
 
-def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Record]:
-    """Returns the records of cases in stages, as the planner finds best for own batches, and on equal replicas."""
+def numbers(names: Sequence[str]) -> dict[str, Record]:
+    """Returns the records of cases with batches of the ranks' own, as the planner finds best, and on equal replicas."""
     torch.set_num_threads(1)
     everyone = [list(range(get_world().num_ranks))]
-    quiet = {name: CASES[name].without_dropout() for name in replicated}
+    quiet = {name: CASES[name].without_dropout() for name in names}
     with own_folder():
-        found = {f"{name}/stages": in_stages(name) for name in names}
-        found |= {f"{name}/planned": own_batches(case) for name, case in quiet.items()}
+        found = {f"{name}/planned": own_batches(case) for name, case in quiet.items()}
         return found | {f"{name}/replicas": own_batches(case, stage_ranks=everyone) for name, case in quiet.items()}
 
 

@@ -123,32 +123,26 @@ def calls_of_python(act: Callable[[], object]) -> int:
     return num_calls
 
 
-def each_step(
-    monkeypatch: pytest.MonkeyPatch, setup: Setup, measure: Callable[[Callable[[], object]], float]
-) -> list[float]:
-    """Returns what `measure` says of each of four steps on the one rank that they run on."""
-    found: list[float] = []
+def calls_of_a_step(monkeypatch: pytest.MonkeyPatch, setup: Setup) -> int:
+    """Returns how many functions of Python the last of four steps calls on the one rank that they run on."""
+    found: list[int] = []
     run = Engine.run
 
-    def measured(self: Engine, *args: Any) -> Any:
+    def counted(self: Engine, *args: Any) -> Any:
         returned: list[Any] = []
-        found.append(measure(lambda: returned.append(run(self, *args))))
+        found.append(calls_of_python(lambda: returned.append(run(self, *args))))
         return returned[0]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "run", measured)
+        patch.setattr(Engine, "run", counted)
         train(CASE, setup, [CASE.batch(max(8, setup.num_micro_batches), step) for step in range(4)], sgd)
-    return found
+    return found[-1]
 
 
-def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took 261, and then 235; what does not change is not worked out again, no generator saved if none is used."""
-    assert each_step(monkeypatch, Setup(((0,),), 1), calls_of_python)[-1] <= 170
-
-
-def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took 59 for a forward and a backward of two stages; at a millisecond of arithmetic each call counts."""
-    few, many = (each_step(monkeypatch, Setup(((0,), (0,)), num), calls_of_python)[-1] for num in (4, 8))
+def test_a_step_and_a_micro_batch_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step took 261, then 235; a micro-batch 59, forward and backward of two stages: of a millisecond each counts."""
+    assert calls_of_a_step(monkeypatch, Setup(((0,),), 1)) <= 170
+    few, many = (calls_of_a_step(monkeypatch, Setup(((0,), (0,)), num)) for num in (4, 8))
     assert (many - few) / 4 <= 48
 
 

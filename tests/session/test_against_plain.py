@@ -12,17 +12,7 @@ import torch
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES, HUGGING_FACE, Batch, Case
 from tests.products import diagonal, some
-from tests.reference import (
-    Record,
-    adamw,
-    compare,
-    gradients_of,
-    micro_batches,
-    part,
-    plain_micro_batched,
-    plain_steps,
-    ranges,
-)
+from tests.reference import Record, adamw, compare, gradients_of, micro_batches, plain_micro_batched, plain_steps
 from tests.session.training import Setup, merge, needs_own_autograd, on_ranks, pipeline, share_of, train
 
 STEPS = 3
@@ -75,31 +65,13 @@ def test_gradients_are_summed_over_ranks_once(how: str, name: str) -> None:
     compare(merge(on_ranks(setup, case, run)), Record(gradients=expected))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_that_of_torch(norm_type: float) -> None:
-    case, batch = CASES["tied_three_ways"], CASES["tied_three_ways"].batch(7, 0)
-    model = case.model()
-    case.loss_of(model(**batch[1]), batch).backward()
-    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
-
-    def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
-        wrapped(**batch[1]).backward()
-        return Record([wrapped.clip_grad_norm_(0.05, norm_type)], [gradients_of(wrapped)])
-
-    one, three = (merge(on_ranks(setup, case, run)) for setup in (Setup(), pipeline(3)))
-    assert one.losses == three.losses, "the norm depends on the partition"
-    compare(Record(three.losses), Record([expected]), rtol=1e-6)
-    compare(Record(gradients=three.gradients), Record(gradients=[gradients_of(model)]))
-
-
 def test_batch_norm_statistics_are_those_of_replica_0() -> None:
     case = CASES["conv_net_batch_norm"]
     batch = case.batch(8, 0)
     got = train(case, Setup(((0, 1),), 4), [batch], torch.optim.SGD)
     model = case.model()
-    for place, bounds in enumerate(ranges(8, 4)):
-        if place % 2 == 0:
-            model(**part(batch, *bounds)[1])
+    for each in micro_batches(batch, 4)[::2]:
+        model(**each[1])
     expected = {name: value for name, value in model.state_dict().items() if name in got.buffers}
     expected["body.1.num_batches_tracked"] = torch.tensor(1)  # it counts calls
     compare(Record(buffers=got.buffers), Record(buffers=expected))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, TraceError
-from autovaruna.runtime.batch import cut_batch
-from autovaruna.schedule.pipeline import even_sizes, slices
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import CLASSES, WIDTH, labelled, two_layers
@@ -152,12 +149,3 @@ def test_edges_that_name_samples_of_other_micro_batches_are_named() -> None:
         model(x[:4], edges, y[:4])
     said = "".join(getattr(caught.value, "__notes__", ["all of edges (2, 9) int64"]))
     assert "all of edges (2, 9) int64" in said
-
-
-def test_micro_batches_have_the_sizes_that_the_planner_reckons_with() -> None:
-    for num_groups, samples, each in product((1, 2, 3), (4, 7, 8), (1, 2, 3, 5)):
-        num_micro_batches = num_groups + each - 1
-        groups = tuple((rank,) for rank in range(num_groups))
-        made = cut_batch((samples,) * num_groups, num_micro_batches, groups).micro_batches
-        sizes = [size for _, size in slices(even_sizes(samples * num_groups, num_groups), num_micro_batches)]
-        assert {m: size for m, size in enumerate(sizes) if size} == {m: part.size for m, part in made.items()}

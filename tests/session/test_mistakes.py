@@ -1,4 +1,4 @@
-"""Mistakes, doubts about the batch and unusual calls get a sentence that says what to do."""
+"""Mistakes and unusual calls get a sentence that says what to do; `test_advice` follows what is said of a batch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ from autovaruna.ranks.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, function_of, labelled, two_layers
 from tests.rank_threads import run_ranks
 from tests.reference import Record, compare, gradients_of
-from tests.session.training import QUIET, Setup, as_plain, on_ranks, pipeline, refuse
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse
 
 BATCH = labelled(6, 0)[1]
 X = {"x": BATCH["x"]}
 ONE = QUIET | {"num_micro_batches": 2, "plan": Setup(num_micro_batches=2).plan}
 TWO = QUIET | {"num_micro_batches": 2, "num_stages": 2, "inputs": "replicated"}
-TOKENS = 11
-WHOLE = {"inputs": "replicated", "num_micro_batches": 1, "dynamic_batch": False}
-TOGETHER = r"inputs='replicated', num_micro_batches=1, dynamic_batch=False together"
 
 
 def optional(self: Any, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
@@ -72,70 +69,11 @@ def test_a_model_that_is_split_is_neither_wrapped_nor_cast_again() -> None:
     on_ranks(pipeline(2, num_micro_batches=2, shares=(0.0,)), two_layers(optional), run)
 
 
-def add_positions(self: Any, x: Tensor) -> Tensor:
-    return x + self.table[: x.shape[0]]  # the positions
-
-
-def encode(self: Any, src: Tensor, y: Tensor) -> Tensor:
-    """Takes (time, batch) through an encoder, with a mask made from the length of what it is given."""
-    length = src.shape[0] if isinstance(self.places, Written) else len(src)
-    h = self.places(self.words(src))
-    h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
-    return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
-
-
-def time_first(places: nn.Module) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
-    layers = {"layers": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "last": nn.Linear(WIDTH, TOKENS)}
-    return Written(encode, words=nn.Embedding(TOKENS, WIDTH), places=places, **layers)
-
-
-def nodes(self: Any, x: Tensor, joined: Tensor) -> Tensor:
-    return self.last(joined @ self.first(x).relu()).log_softmax(1)[:, 0].mean().neg()
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
-torch.manual_seed(0)
-GRAPH, JOINED = Written(nodes, first=nn.Linear(4, WIDTH), last=nn.Linear(WIDTH, 3)), (random(7, 4), random(7, 7))
-recurrent = lambda self, x, state: self.last(self.cell(x, state)[0]).square().mean()  # noqa: E731
-RECURRENT = Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
-WORDS = (torch.arange(30).reshape(5, 6) % TOKENS, torch.arange(1, 31).reshape(5, 6) % TOKENS)
-CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
-    "time first": (
-        time_first(nn.Identity()),
-        WORDS,
-        r"self\.layers\(h.*batch_first=False\) takes the first one for time.*",
-    ),
-    "positions": (
-        time_first(Written(add_positions, table=torch.randn(5000, 1, WIDTH))),
-        WORDS,
-        r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*",
-    ),
-    "state": (RECURRENT, (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2), r"which state_0 \(1, 6, 12\), .*"),
-    "graph": (GRAPH, JOINED, r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
-}
-
-
 def step_of(model: Any, arguments: tuple[Any, ...]) -> Record:
     model.zero_grad()
     loss = model(*arguments)
     loss.backward()
     return Record(losses=[loss.detach()], gradients=[gradients_of(getattr(model, "module", model))])
-
-
-@pytest.mark.parametrize("cause", CAUSES)
-def test_a_doubt_about_the_batch_names_its_cause_line_and_settings(cause: str) -> None:
-    """With the settings that it names, the numbers are those of plain PyTorch."""
-    model, arguments, words = CAUSES[cause]
-    with pytest.raises(TraceError, match=rf"test_mistakes\.py:\d+ \(.*{words}{TOGETHER}"):
-        AutoVaruna(model, **ONE)(*arguments)
-    if arguments is WORDS:  # an encoder with a mask made from the length runs once its batch is named
-        named = AutoVaruna(model, batch_dims={"src": 1, "y": 1}, **ONE)
-        compare(step_of(named, arguments), step_of(model, arguments))
-    as_plain(Setup(((0, 1),), 1, settings=WHOLE), model, lambda wrapped, optimizer: step_of(wrapped, arguments))
 
 
 def masking(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -372,21 +310,9 @@ class TwoSteps(torch.optim.SGD):
 
 
 def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
+    model = two_layers(optional)
     with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
-        AutoVaruna(GRAPH, TwoSteps(GRAPH.parameters(), lr=0.1), **WHOLE, **QUIET)(*JOINED)
-
-
-def test_truths_and_greatest_integers_of_micro_batches_become_those_of_the_batch() -> None:
-    """Once, whether all are so was whether any micro-batch's are, and the greatest integers were added up."""
-
-    def told(self: Any, x: Tensor) -> Any:
-        out = self.last(x)
-        classes = out.argmax(1)
-        return out, (out < 1e6).all(), (out > out.detach().sort(1).values[:, :1]).all(), classes.max(), classes.amin()
-
-    model = Written(told, last=nn.Linear(WIDTH, CLASSES))
-    for found, expected in zip(AutoVaruna(model, **ONE)(**X), model(**X), strict=True):
-        assert torch.equal(found, expected)
+        AutoVaruna(model, TwoSteps(model.parameters(), lr=0.1), num_micro_batches=2, **QUIET)(**BATCH)
 
 
 def test_a_function_transform_around_the_wrapper_is_refused() -> None:

@@ -1,8 +1,7 @@
-"""Calls of every kind: outputs mode, scaled losses, hooks, frozen parameters, layers that a call does not use."""
+"""Calls of every kind: outputs mode, scaled losses, hooks, frozen parameters; `test_drawn` has other layers in use."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Callable
@@ -19,9 +18,8 @@ from tests.catalogue import CASES, Case
 from tests.catalogue.small import Written, function_of, labelled, two_layers
 from tests.products import diagonal, some
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
-from tests.session.training import Setup, as_plain, merge, needs_own_autograd, on_ranks, pipeline, train, train_rank
+from tests.session.training import Setup, as_plain, merge, needs_own_autograd, on_ranks, pipeline, train_rank
 
-XS = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
 Backward = Callable[[Any, int], None]
 SETUPS = {
     "one": Setup(),
@@ -198,26 +196,6 @@ def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> No
         return train_rank(case, model, optimizer, [case.batch(7, 1), case.batch(7, 2)])
 
     bit_equal(*(merge(on_ranks(each, case, run)) for each in (setup, Setup(((0,),), 5))))
-
-
-def branching(self: Any, x: Tensor, more: bool) -> Tensor:
-    """Uses a layer, and another one a second time, only when it is asked to."""
-    x = torch.tanh(self.second(torch.tanh(self.first(x))))
-    if more:
-        x = torch.tanh(self.second(self.third(x)))
-    return self.head(x).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("order", "setup"), [("fttft", pipeline(2)), ("tfftf", pipeline(3)), ("tfftf", Setup(((0, 1), (2,))))], ids=str
-)
-def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(order: str, setup: Setup) -> None:
-    """Each rank that holds such a layer, or holds one at a stage that this call does not need, gets its gradient."""
-    first, second, third, head = *(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 1)
-    model = Written(branching, first=first, second=second, third=third, head=head)
-    case = Case("branching", lambda: copy.deepcopy(model), lambda size, seed: ((XS[seed], order[seed] == "t"), {}))
-    batches = [case.batch(6, step) for step in range(len(order))]
-    compare(train(case, setup, batches), plain_steps(case, batches))
 
 
 def test_modules_are_those_of_the_model() -> None:

@@ -334,7 +334,10 @@ def total_norm(parameters: list[Any]) -> Any:
 
 @pytest.mark.parametrize("setup", CLIPPED)
 def test_clipping_is_as_in_plain_pytorch(setup: str) -> None:
-    """Once, it was refused, for it would have clipped by the norm of one rank; without a gradient nothing counts."""
+    """Once, it was refused, for it would have clipped by the norm of one rank; without a gradient nothing counts.
+
+    The model's own method takes any kind of norm.
+    """
 
     def run(model: Any, optimizer: Any, rank: int) -> list[Any]:
         found: list[Any] = []
@@ -343,6 +346,11 @@ def test_clipping_is_as_in_plain_pytorch(setup: str) -> None:
                 model.zero_grad()
                 backward(model)
                 found += [clip(what(model, optimizer)), gradients_of(model)]
+        for norm_type in (2.0, 1.0, torch.inf):
+            model.zero_grad()
+            backward(model)
+            plain_clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+            found += [getattr(model, "clip_grad_norm_", plain_clip)(0.05, norm_type), gradients_of(model)]
         if not (first := next(iter(model.parameters()))).is_meta:
             first.grad = None
         return [*found, total_norm(list(model.parameters()))] if setup == "two" else found

@@ -1,7 +1,7 @@
-"""Hands frames from host to host, each some time after it came, for kernels that cannot delay them.
+"""Hands frames from emulated host to host, each some time after it came, for kernels that cannot delay them.
 
-python delay.py SECONDS   reads lines: ``plug PLACE PID`` gives a process an eth0, ``down PLACE`` and ``up PLACE`` pull
-its cable out and in. Each is answered with a line. Ends with its standard input.
+python benchmarks/delay.py SECONDS reads lines: ``plug PLACE PID`` gives a process an eth0, ``down PLACE`` and ``up
+PLACE`` pull its cable out and in. Each is answered with a line. Ends with its standard input.
 """
 
 from __future__ import annotations
@@ -14,9 +14,43 @@ import subprocess
 import sys
 import time
 from collections import deque
+from subprocess import PIPE
 
 _TUNSETIFF, _TAP_WITHOUT_HEADER = 0x400454CA, 0x0002 | 0x1000
 _AT_ONCE, _LONGEST_FRAME = 64, 1 << 16
+_END_SECONDS = 60.0
+
+
+class DelayingSwitch:
+    """Joins hosts as a switch does that takes its time: a process that hands each frame on."""
+
+    def __init__(self, delay_seconds: float) -> None:
+        self._delay_seconds = delay_seconds
+
+    def start(self) -> None:
+        """Starts it."""
+        call = ["unshare", "--net", sys.executable, __file__, str(self._delay_seconds)]
+        self._process = subprocess.Popen(call, stdin=PIPE, stdout=PIPE, start_new_session=True)
+
+    def plug(self, place: int, pid: int) -> None:
+        """Gives the host of a process an eth0 that is joined to all others."""
+        self._tell(f"plug {place} {pid}")
+
+    def set_port(self, place: int, state: str) -> None:
+        """Pulls a cable out (``down``), or puts it in (``up``)."""
+        self._tell(f"{state} {place}")
+
+    def close(self) -> None:
+        """Ends it."""
+        if hasattr(self, "_process"):
+            self._process.kill()
+            self._process.communicate(timeout=_END_SECONDS)
+
+    def _tell(self, words: str) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{words}\n".encode())
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == b"done\n", f"the switch ended at: {words}"
 
 
 class Taps:
