@@ -152,6 +152,18 @@ def in_global(self: Any, x: Tensor) -> Tensor:
     return self.layer(x) * KNOWN
 
 
+class Kept:
+    """Is given what forward keeps."""
+
+    last: Tensor | None = None
+
+
+def in_class(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.layer(x if Kept.last is None else x + Kept.last)
+    Kept.last = out.detach().mean(0)
+    return out
+
+
 LEFT: dict[str, tuple[nn.Module, str]] = {
     # once, a state of as many samples as the batch has, empty before the first call, stayed empty
     "an attribute": (carrying("own"), "last"),
@@ -163,6 +175,7 @@ LEFT: dict[str, tuple[nn.Module, str]] = {
     "first weights": (kept(lambda layer, x: layer.weight.detach().mean(0)), "kept"),
     "a table outside": (Written(in_table, layer=nn.Linear(12, 12)), ".*TABLE"),
     "a global": (Written(in_global, layer=nn.Linear(12, 12)), ".*KNOWN"),
+    "a class": (Written(in_class, layer=nn.Linear(12, 12)), ".*Kept.last"),  # once, a warning and wrong numbers
 }
 
 
@@ -171,7 +184,55 @@ def test_what_the_first_call_leaves_for_the_next_is_found(what: str) -> None:
     model, name = LEFT[what]
     with pytest.raises(TraceError, match=f"next call computes something else: got changes of {name},"):
         look(model)
-    assert not TABLE and KNOWN is None
+    assert not TABLE and KNOWN is None and Kept.last is None
+
+
+SEEN: list[int] = []
+Count = Callable[..., int]
+
+
+def in_attribute(owner: Any) -> int:
+    owner.calls = getattr(owner, "calls", 0) + 1
+    return int(owner.calls)
+
+
+def in_list(self: Any) -> int:
+    SEEN.append(1)
+    return len(SEEN)
+
+
+def in_default(self: Any, seen: list[int] = [0]) -> int:  # noqa: B006
+    seen[0] += 1
+    return seen[0]
+
+
+def counting(count: Count, most: int = 4) -> nn.Module:
+    """Gives twice as much once it has been called some times."""
+    return Written(lambda self, x: self.layer(x) * (2 if count(self) > most else 1), layer=nn.Linear(12, 12))
+
+
+COUNTS: dict[str, tuple[Count, str]] = {
+    "an attribute": (in_attribute, "calls"),
+    "of a class": (lambda self: in_attribute(Kept), ".*Kept.calls"),
+    "of a function": (lambda self: in_attribute(in_list), ".*in_list.*calls"),
+    "of a weight": (lambda self: in_attribute(self.layer.weight), "layer.weight.calls"),
+    "a list": (in_list, ".*SEEN"),
+    "a default": (in_default, ".*in_default.*"),
+}
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_what_calls_count_in_python_is_found_before_it_makes_a_difference(what: str) -> None:
+    """Once, only what makes one in the second call was."""
+    count, name = COUNTS[what]
+    with pytest.raises(TraceError, match=f"next call computes something else: got changes of {name},"):
+        look(counting(count))
+    assert not SEEN and not hasattr(Kept, "calls") and not hasattr(in_list, "calls")
+
+
+def test_what_they_count_far_away_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    look(counting(in_list, most=1000))
+    assert "each call of forward changes tests.graph.test_checks:SEEN" in caplog.text
 
 
 def test_what_is_not_read_or_the_same_in_each_call_is_no_difference() -> None:
