@@ -187,6 +187,23 @@ def test_right_numbers(name: str) -> None:
     trains(Case(name, lambda: steps(PASSING[name]), labelled))
 
 
+def held(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Reaches a weight by a list."""
+    x = torch.tanh(self.first(x)) * self.held[0].mean(1) + torch.stack(self.held).sum((0, 1))
+    return F.cross_entropy(self.last(x), y)
+
+
+def test_a_weight_that_a_list_holds_is_the_models() -> None:
+    """Once, it was a constant there, without a gradient."""
+
+    def make() -> nn.Module:
+        model: nn.Module = two_layers(held)
+        model.held = [model.first.weight]
+        return model
+
+    trains(Case("a weight in a list", make, labelled))
+
+
 @torch.jit.script
 def scripted_gate(x, slope: float):
     return x * torch.sigmoid(slope * x)
