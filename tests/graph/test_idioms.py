@@ -277,6 +277,13 @@ def inference(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x * weight.clone()), y)
 
 
+def seeded(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Draws the same numbers in each call; once, other ones than plain PyTorch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return F.cross_entropy(self.last(x * torch.rand(WIDTH)), y)
+
+
 def shorten(self: Any, x: Tensor, y: Tensor) -> Tensor:
     self.codes.data = self.codes[:3]
     return F.cross_entropy(self.last(x), y)
@@ -308,6 +315,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         steps(lambda m, x, y: F.cross_entropy(m.last(x + torch.rand(x.shape, generator=torch.Generator())), y)),
         r"draws from a torch\.Generator at .*generator=.*Expected draws without generator=",
     ),
+    "a seed": (
+        steps(seeded),
+        r"seeds torch's generator at .*torch\.manual_seed\(0\).*in a buffer",
+    ),  # once, other numbers
     "inference": (steps(inference), r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad"),
     "data of another shape": (steps(shorten), r"got \(3, 12\) .*Keep the shape"),
     "another dtype": (

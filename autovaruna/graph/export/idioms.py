@@ -277,6 +277,21 @@ def varying_lengths() -> Iterator[None]:
 
 
 @contextmanager
+def refused_seeds() -> Iterator[None]:
+    """Refuses a forward that seeds torch's generator, on this thread, while the context lasts."""
+
+    def seed(plain: Any, *args: Any) -> Any:
+        raise StateError(
+            f"forward seeds torch's generator{users_line()}, whose draws are seeded (seed=...) for each call and "
+            "micro-batch: got torch.manual_seed(). Expected numbers that are the same in each call in a buffer, drawn in "
+            "__init__; or draw in the script, and pass the numbers as an argument."
+        )
+
+    with replaced_here(torch, "manual_seed", seed), replaced_here(torch.random, "manual_seed", seed):
+        yield
+
+
+@contextmanager
 def hide_fakes() -> Iterator[None]:
     """Hides from libraries, on this thread, that a tensor is fake, if its numbers are known."""
     tracing = get_ident()

@@ -54,6 +54,7 @@ from autovaruna.graph.export.idioms import (
     hide_fakes,
     modules_followed,
     padded_encoders,
+    refused_seeds,
     varying_lengths,
 )
 from autovaruna.graph.export.watchers import pop_watched, restart
@@ -248,7 +249,14 @@ class FlatCall(nn.Module):
         hidden = () if self.attempt.opaque.shows_tracing else (hide_tracing(), hide_fakes())
         idioms = self.idioms, self.idioms.scripted_functions()
         with refused_draws(self.model, self.outside), ExitStack() as stack:
-            for each in (*hidden, unchecked_distributions(), conversions(), varying_lengths(), *idioms):
+            for each in (
+                *hidden,
+                unchecked_distributions(),
+                conversions(),
+                varying_lengths(),
+                refused_seeds(),
+                *idioms,
+            ):
                 stack.enter_context(each)
             yield
 
