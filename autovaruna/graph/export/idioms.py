@@ -283,7 +283,7 @@ def refused_seeds() -> Iterator[None]:
     def seed(plain: Any, *args: Any) -> Any:
         raise StateError(
             f"forward seeds torch's generator{users_line()}, whose draws are seeded (seed=...) for each call and "
-            "micro-batch: got torch.manual_seed(). Expected numbers that are the same in each call in a buffer, drawn in "
+            "micro-batch: got torch.manual_seed(). Expected numbers that stay the same in a buffer, drawn in "
             "__init__; or draw in the script, and pass the numbers as an argument."
         )
 
