@@ -91,16 +91,18 @@ class StageWitness:
     def _with_counts(self, parts: Sequence[Observed], terms: Terms) -> AutoVarunaError | None:
         """Looks at several cuts, later at one in turn: counts may make up those of the whole by chance, or so far."""
         every = self._joined(parts, terms)
-        size = min(terms.num_samples, terms.most_at_once)
-        if every.size < size:
-            every = self.rows.taken(every, [place % every.size for place in range(size)], terms)
+        size, own = min(terms.num_samples, terms.most_at_once), every.size
+        if own < size:
+            every = self.rows.taken(every, [place % own for place in range(size)], terms)
         size, error = every.size, None
         places = sorted({max(1, size // part) for part in (2, 3, 5)})
         cuts = [*((range(size), place) for place in places), ([*range(0, size, 2), *range(1, size, 2)], places[-1])]
+        if 1 < own < size:  # the order of samples that are there twice is one of chance
+            cuts.insert(0, (range(own), own // 2))
         is_first, self._num_looks = not self._num_looks, self._num_looks + 1
         for order, place in cuts if is_first else [cuts[self._num_looks % len(cuts)]]:
             with nullcontext() if order == range(size) else suppress(UntriedError):  # it may not take another order
-                error = error or self._tried(self.rows.taken(every, order, terms), terms, size, place)
+                error = error or self._tried(self.rows.taken(every, order, terms), terms, len(order), place)
         return error
 
     def _tried(self, observed: Observed, terms: Terms, size: int, first: int) -> AutoVarunaError | None:

@@ -10,7 +10,7 @@ import dis
 import os
 import sys
 from collections import ChainMap, Counter, UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,17 +48,28 @@ MOST_ENTRIES, MOST_DEPTH = 1000, 6
 _MOST_FUNCTIONS = 5000
 
 
-class _Attributes(Mapping[str, Any]):
+def _value_of(variable: ContextVar[Any], _: str) -> Any:
+    return variable.get()
+
+
+class _Attributes(MutableMapping[str, Any]):
     """Attributes of objects that have no dict of them, each by a name and with what returns it."""
 
-    def __init__(self, of: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, of: Mapping[str, partial[Any]]) -> None:
         self._of = of
 
     def __getitem__(self, name: str) -> Any:
         try:
             return self._of[name]()
-        except (AttributeError, ValueError):  # a variable of a closure may have no value
+        except (AttributeError, ValueError, LookupError):  # a variable of a closure may have no value
             raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        owner, attribute = self._of[name].args
+        owner.set(value) if isinstance(owner, ContextVar) else setattr(owner, attribute, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(*self._of[name].args)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._of)
@@ -71,14 +82,35 @@ class _Attributes(Mapping[str, Any]):
 class OutsidePlace:
     """What holds values, by name: the globals of a module, the attributes of an object, the variables of a closure.
 
-    `path` is what comes before a name, with a dot or colon; `names` are those that code reads; `is_open` says whether
-    it may get others.
+    `path` is what comes before a name, with a dot or colon; `names` are those that code reads. An `owner`, as a class,
+    may get others.
     """
 
     path: str
     held: Mapping[str, Any]
     names: set[str] = field(default_factory=set)
-    is_open: bool = False
+    owner: Any = None
+
+    def values(self) -> dict[str, Any]:
+        """Returns what its names have, and whatever an owner has."""
+        is_whole = self.owner is not None and self.held is not os.environ
+        names = [*self.held] if is_whole else self.names & self.held.keys()
+        return {name: self.held[name] for name in names if name in self.held}
+
+    def put_back(self, before: Mapping[str, Any]) -> None:
+        """Gives back `values` of before; names that are new, but not Python's own, go."""
+        now = self.values()
+        for name in now.keys() | before.keys():
+            if name not in before and not name.startswith("__"):
+                self._put(name)
+            elif name in before and now.get(name, before) is not before[name]:
+                self._put(name, before[name])
+
+    def _put(self, name: str, *value: Any) -> None:
+        if isinstance(self.owner, type):
+            (setattr if value else delattr)(self.owner, name, *value)
+        elif isinstance(self.held, MutableMapping):
+            (self.held.__setitem__ if value else self.held.__delitem__)(name, *value)
 
 
 def is_record(value: Any) -> bool:
@@ -177,7 +209,7 @@ class _Walk:
             if isinstance(value, partial):
                 self._take(f"{path}.", value.keywords, {*value.keywords}, names)
         elif isinstance(value, ContextVar):
-            self._take(f"{path}.", _Attributes({"value": partial(value.get, None)}), {"value"}, names, value)
+            self._take(f"{path}.", _Attributes({"value": partial(_value_of, value, "value")}), {"value"}, names, value)
         elif depth and (isinstance(value, _HOLDERS) or not _is_of_library(type(value))):
             self._read_record(path, value, names, depth)
 
@@ -198,11 +230,12 @@ class _Walk:
         self._num_functions += 1
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         held = {name: partial(getattr, cell, "cell_contents") for name, cell in cells}
-        own = ("__defaults__", "__kwdefaults__", *vars(function))
-        held |= {name: partial(getattr, function, name) for name in own if getattr(function, name)}
+        own = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
+        held |= {name: partial(getattr, function, name) for name in own}
         names = self._read_code(function.__code__, function.__globals__)
         path = f"{function.__module__}:{function.__qualname__}."
         self._take(path, _Attributes(held), {*held}, names, function)
+        self._take(f"{path}__dict__.", vars(function), {*vars(function)}, names, vars(function))
 
     def _read_code(self, code: CodeType, held: dict[str, Any]) -> set[str]:
         names = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
@@ -230,8 +263,7 @@ class _Walk:
         if key not in self.places:
             self._num_of[path] += 1
             number = f"#{self._num_of[path]}" * (self._num_of[path] > 1)
-            is_open = owner is not None and not isinstance(held, _Attributes)
-            self.places[key] = OutsidePlace(path[:-1] + number + path[-1], held, is_open=is_open)
+            self.places[key] = OutsidePlace(path[:-1] + number + path[-1], held, owner=owner)
         of_package = is_installed(path.partition(":")[0])
         for name in sorted(found & held.keys()):
             value = held.get(name)

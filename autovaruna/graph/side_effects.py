@@ -66,14 +66,13 @@ def restored_attributes(model: nn.Module) -> Iterator[list[OutsidePlace]]:
     held += [inner for value in held if type(value) is tuple for inner in value]  # defaults of arguments, say
     caches = [(value, value.cache_info()) for value in held if isinstance(value, _Cache)]
     held = [value for value in held if type(value) in _CONTAINERS]
-    named = [(each.held, name, each.held[name]) for each in outside for name in each.names if name in each.held]
+    named = [(each, each.values()) for each in outside]
     try:
         with restored([*places, *held]):
             yield outside
     finally:
-        for owner, name, value in named:
-            if isinstance(owner, dict) and owner.get(name) is not value:
-                owner[name] = value
+        for place, before in named:
+            place.put_back(before)
         for cached, before in caches:
             if cached.cache_info() != before:  # it may hold what has no numbers
                 cached.cache_clear()
@@ -101,8 +100,33 @@ def left_tensors(model: nn.Module) -> list[str]:
 
 def left_outside(places: Iterable[OutsidePlace]) -> list[str]:
     """Returns the names outside of the model, as of a global table, under which a traced forward has left the same."""
-    found = ((place.path + name, place.held.get(name)) for place in places for name in place.names)
+    found = ((place.path + name, value) for place in places for name, value in place.values().items())
     return [name for name, value in found if any(_is_left(each) for _, each in entries("", value, 2))]
+
+
+def python_state(model: nn.Module, places: Iterable[OutsidePlace]) -> dict[str, Any]:
+    """Returns numbers, texts and lengths of containers that modules, their objects and tensors, and `places` hold."""
+    owners: list[tuple[str, Any]] = [*model.named_modules(), *records(model)]
+    owners += [*model.named_parameters(), *model.named_buffers()]
+    held = [(full_name(path, name), value) for path, own in owners for name, value in list(vars(own).items())]
+    held += [(f"attributes of {path or 'the model'}", len(vars(own))) for path, own in owners]
+    held += [(place.path + name, value) for place in places for name, value in place.values().items()]
+    found = (each for name, value in held for each in entries(name, value))
+    return {name: value for name, value in found if is_constant(value)}
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in after.items() if before.get(name, GONE) != value}
+
+
+def warn_of_running(names: Sequence[str], model: nn.Module) -> None:
+    """Warns of Python state that each call of plain PyTorch changes."""
+    text = (
+        f"each call of forward changes {', '.join(names[:_MOST_NAMES])}{' and more' * (len(names) > _MOST_NAMES)}, "
+        "which no call here does: a trace goes by what was there at first. Where forward goes by it, make it a buffer "
+        "(register_buffer()), or let the script count and pass the number as a tensor."
+    )
+    warn_once(logger, model, text)
 
 
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:

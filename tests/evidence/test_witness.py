@@ -196,6 +196,16 @@ def test_a_rank_that_has_one_sample_makes_another_of_its_numbers() -> None:
         steps(Series(MEETING["repeat"]), Setup(((0, 1),), 2), **{name: each[:2] for name, each in batch().items()})
 
 
+def test_ranks_of_samples_are_refused_where_a_rank_has_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, each sample was there twice, and an order that changes by chance was no difference."""
+    monkeypatch.undo()  # the analysis is needed: it knows of counts
+    way: Any = lambda m, x, mark, y: m.loss(  # noqa: E731
+        m.value(x) + m.value(x).sum((1, 2)).argsort().argsort()[:, None, None], y
+    )
+    with pytest.raises(TraceError, match=r"what it counts over them at .*test_witness.py:\d+"):
+        steps(Series(way), Setup(((0, 1),), 4, settings=ALWAYS | {"inputs": "per_rank"}))
+
+
 @pytest.mark.parametrize("turns", [2, 3])
 def test_numbers_that_go_by_every_second_or_third_place_are_refused(turns: int) -> None:
     """Once, six samples were cut where their places began anew; a later batch of another size was wrong, silently."""

@@ -104,6 +104,58 @@ def test_it_leaves_nothing_behind() -> None:
     assert (len(marking.seen), marking.last) == (0, None)
 
 
+class Kept:
+    """Is given what forward counts."""
+
+
+SEEN: list[int] = []
+Count = Callable[..., int]
+
+
+def in_attribute(owner: Any) -> int:
+    owner.calls = getattr(owner, "calls", 0) + 1
+    return int(owner.calls)
+
+
+def in_list(self: Any) -> int:
+    SEEN.append(1)
+    return len(SEEN)
+
+
+def in_default(self: Any, seen: list[int] = [0]) -> int:  # noqa: B006
+    seen[0] += 1
+    return seen[0]
+
+
+def counting(count: Count, most: int = 4) -> nn.Module:
+    """Gives twice as much once it has been called some times."""
+    return Written(lambda self, x: self.layer(x) * (2 if count(self) > most else 1), layer=nn.Linear(12, 12))
+
+
+COUNTS: dict[str, tuple[Count, str]] = {
+    "an attribute": (in_attribute, "calls"),
+    "of a class": (lambda self: in_attribute(Kept), ".*Kept.calls"),
+    "of a function": (lambda self: in_attribute(in_list), ".*in_list.*calls"),
+    "of a weight": (lambda self: in_attribute(self.layer.weight), "layer.weight.calls"),
+    "a list": (in_list, ".*SEEN"),
+    "a default": (in_default, ".*in_default.*"),
+}
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_what_calls_count_in_python_is_found_before_it_makes_a_difference(what: str) -> None:
+    """Once, only what makes one in the second call was."""
+    count, name = COUNTS[what]
+    with pytest.raises(TraceError, match=f"next call computes something else: got changes of {name},"):
+        look(counting(count))
+    assert not SEEN and not hasattr(Kept, "calls") and not hasattr(in_list, "calls")
+
+
+def test_what_they_count_far_away_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    look(counting(in_list, most=1000))
+    assert "each call of forward changes tests.graph.test_checks:SEEN" in caplog.text
+
+
 def model(function: Callable[..., Tensor]) -> Written:
     """Returns a model that is a function of ``(self, x)`` with layers of its own."""
     parts = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH), "mean": torch.zeros(WIDTH)}

@@ -187,6 +187,23 @@ def test_right_numbers(name: str) -> None:
     trains(Case(name, lambda: steps(PASSING[name]), labelled))
 
 
+def held(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Reaches a weight by a list."""
+    x = torch.tanh(self.first(x)) * self.held[0].mean(1) + torch.stack(self.held).sum((0, 1))
+    return F.cross_entropy(self.last(x), y)
+
+
+def test_a_weight_that_a_list_holds_is_the_models() -> None:
+    """Once, it was a constant there, without a gradient."""
+
+    def make() -> nn.Module:
+        model: nn.Module = two_layers(held)
+        model.held = [model.first.weight]
+        return model
+
+    trains(Case("a weight in a list", make, labelled))
+
+
 @torch.jit.script
 def scripted_gate(x, slope: float):
     return x * torch.sigmoid(slope * x)
@@ -260,6 +277,13 @@ def inference(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x * weight.clone()), y)
 
 
+def seeded(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Draws the same numbers in each call; once, other ones than plain PyTorch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return F.cross_entropy(self.last(x * torch.rand(WIDTH)), y)
+
+
 def shorten(self: Any, x: Tensor, y: Tensor) -> Tensor:
     self.codes.data = self.codes[:3]
     return F.cross_entropy(self.last(x), y)
@@ -291,6 +315,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         steps(lambda m, x, y: F.cross_entropy(m.last(x + torch.rand(x.shape, generator=torch.Generator())), y)),
         r"draws from a torch\.Generator at .*generator=.*Expected draws without generator=",
     ),
+    "a seed": (
+        steps(seeded),
+        r"seeds torch's generator at .*torch\.manual_seed\(0\).*in a buffer",
+    ),  # once, other numbers
     "inference": (steps(inference), r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad"),
     "data of another shape": (steps(shorten), r"got \(3, 12\) .*Keep the shape"),
     "another dtype": (

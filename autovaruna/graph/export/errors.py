@@ -71,6 +71,7 @@ _OF_OTHERS = (
     "FakeTensor.__format__",
     "got FakeTensor",
     "concrete integers",
+    "Cannot access data pointer",
 )  # NumPy, formats, torch's C++
 _OF_LENGTHS = "(Size-like symbols: u"
 _OF_KEYS = "unhashable type: non-nested SymInt"

@@ -69,10 +69,14 @@ _grad_fn: Any = Tensor.grad_fn
 
 
 class Idioms(TorchFunctionMode):
-    """Sees the functions of torch that a forward calls on fake tensors; what `kept` has for them is called instead."""
+    """Sees the functions of torch that a forward calls on fake tensors; what `kept` has for them is called instead.
 
-    def __init__(self, kept: Mapping[Any, Callable[..., Any]]) -> None:
+    `own` says where the model holds its parameters and buffers, by identity: a list or a closure may lead to them, too.
+    """
+
+    def __init__(self, kept: Mapping[Any, Callable[..., Any]], own: Mapping[int, tuple[nn.Module, str]]) -> None:
         super().__init__()
+        self._own = own
         self._failed: list[tuple[Exception, NamedFunction]] = []
         self._kept = kept
         self._before = _modes()
@@ -80,10 +84,20 @@ class Idioms(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _modes() != self._before:
             _refuse_modes(self._before)
-        given: dict[str, Any] = kwargs or {}
+        args, given = (
+            tuple(map(self._traced, args)),
+            {name: self._traced(each) for name, each in (kwargs or {}).items()},
+        )
         if any(isinstance(each, torch.Generator) for each in (*args, *given.values())):
             raise StateError(_OWN_GENERATOR.format(users_line()))
         return self._call(function, _HANDLERS.get(function) or function, args, given)
+
+    def _traced(self, argument: Any) -> Any:
+        """Returns what is traced in the place of a parameter or buffer of the model, or of those in a list."""
+        if type(argument) in (list, tuple):
+            return type(argument)(map(self._traced, argument))
+        place = self._own.get(id(argument))
+        return argument if place is None else getattr(*place)
 
     def _call(self, function: Any, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -259,6 +273,21 @@ def varying_lengths() -> Iterator[None]:
         return value.shape[0] if is_length else plain(value)
 
     with replaced_here(builtins, "len", length):
+        yield
+
+
+@contextmanager
+def refused_seeds() -> Iterator[None]:
+    """Refuses a forward that seeds torch's generator, on this thread, while the context lasts."""
+
+    def seed(plain: Any, *args: Any) -> Any:
+        raise StateError(
+            f"forward seeds torch's generator{users_line()}, whose draws are seeded (seed=...) for each call and "
+            "micro-batch: got torch.manual_seed(). Expected numbers that stay the same in a buffer, drawn in "
+            "__init__; or draw in the script, and pass the numbers as an argument."
+        )
+
+    with replaced_here(torch, "manual_seed", seed), replaced_here(torch.random, "manual_seed", seed):
         yield
 
 

@@ -54,12 +54,19 @@ from autovaruna.graph.export.idioms import (
     hide_fakes,
     modules_followed,
     padded_encoders,
+    refused_seeds,
     varying_lengths,
 )
 from autovaruna.graph.export.watchers import pop_watched, restart
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Places, find_lengths
-from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
+from autovaruna.graph.module_state import (
+    example_inputs,
+    places_of,
+    unchecked_distributions,
+    with_fake_state,
+    without_cudnn,
+)
 from autovaruna.graph.opaque.functions import opaque_functions
 from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, opaque_calls, place_modules
 from autovaruna.graph.operators import run_opaque
@@ -242,7 +249,14 @@ class FlatCall(nn.Module):
         hidden = () if self.attempt.opaque.shows_tracing else (hide_tracing(), hide_fakes())
         idioms = self.idioms, self.idioms.scripted_functions()
         with refused_draws(self.model, self.outside), ExitStack() as stack:
-            for each in (*hidden, unchecked_distributions(), conversions(), varying_lengths(), *idioms):
+            for each in (
+                *hidden,
+                unchecked_distributions(),
+                conversions(),
+                varying_lengths(),
+                refused_seeds(),
+                *idioms,
+            ):
                 stack.enter_context(each)
             yield
 
@@ -325,8 +339,9 @@ class ExportAttempt:
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         sizes, is_dynamic = self.sizes, self.options.is_dynamic
+        own = {id(getattr(*places[0])): places[0] for places in places_of(self.model)}
         with self._fake_model(mode) as (outside, keeper, drawn), sizes.entered(), self._plain_torch() as has_cudnn:
-            flat = FlatCall(self, keeper, Idioms(keeper.functions), outside)
+            flat = FlatCall(self, keeper, Idioms(keeper.functions, own), outside)
             try:
                 graph_module, held = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
