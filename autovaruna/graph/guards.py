@@ -315,7 +315,7 @@ class Guards:
         places = [_place_of(path, each) for path, each in [*named, *records(self._model)]]
         self._places = [place.held for place in places]
         inner = {id(held) for held in self._places}
-        self._places += [place.held for place in self._outside if place.owner is not None]
+        self._places += [place.held for place in self._outside if place.is_open]
         self._getters: list[tuple[Any, Mapping[str, Any]]] = []
         self._containers: list[tuple[str, Mapping[str, Any], str]] = []
         self._objects: list[tuple[Mapping[str, Any], str]] = []

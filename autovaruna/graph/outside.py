@@ -91,10 +91,14 @@ class OutsidePlace:
     names: set[str] = field(default_factory=set)
     owner: Any = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there may come other names."""
+        return self.owner is not None and not isinstance(self.held, _Attributes)
+
     def values(self) -> dict[str, Any]:
         """Returns what its names have, and whatever an owner has."""
-        is_whole = self.owner is not None and self.held is not os.environ
-        names = [*self.held] if is_whole else self.names & self.held.keys()
+        names = [*self.held] if self.is_open and self.held is not os.environ else self.names & self.held.keys()
         return {name: self.held[name] for name in names if name in self.held}
 
     def put_back(self, before: Mapping[str, Any]) -> None:
