@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from itertools import cycle, islice
 from operator import attrgetter
 
 import numpy as np
@@ -17,7 +16,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import Bounds, lower_bound
 from autovaruna.schedule.check import check
-from autovaruna.schedule.pipeline import Edge, Instruction, Pipeline, Schedule, StageTimes
+from autovaruna.schedule.pipeline import Edge, Instruction, Pipeline, Schedule, StageTimes, pairs_of
 from autovaruna.schedule.registry import POLICIES, Policy
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import simulate, simulate_below
@@ -103,9 +102,8 @@ def _with_messages(plan: Plan, stages: Sequence[StageTimes], edges: Iterable[Edg
 
 def _busy_seconds_per_byte(plan: Plan, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
     """Returns the mean over the micro-batches that go from some ranks to others."""
-    count = min(math.lcm(len(senders), len(receivers)), plan.num_micro_batches)
-    pairs = islice(zip(cycle(senders), cycle(receivers), strict=False), count)
-    return sum(plan.link(a, b).busy_seconds_per_byte for a, b in pairs if a != b) / count
+    pairs = list(pairs_of(senders, receivers, plan.num_micro_batches))
+    return sum(plan.link(a, b).busy_seconds_per_byte for a, b in pairs if a != b) / len(pairs)
 
 
 def policy_of(name: str) -> Policy:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, cached_property
-from itertools import cycle, islice
 from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
@@ -26,6 +25,7 @@ from autovaruna.schedule.pipeline import (
     Pipeline,
     StageTimes,
     exact,
+    pairs_of,
     seconds_of,
     work_seconds,
 )
@@ -166,8 +166,7 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
 def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:
     """Returns the links that micro-batches take from some ranks to others; none if one of them stays on its rank."""
     links: set[LinkCost] = set()
-    count = min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches)
-    for a, b in islice(zip(cycle(senders), cycle(receivers), strict=False), count):
+    for a, b in pairs_of(senders, receivers, pipeline.num_micro_batches):
         if a == b:
             return set()
         links.add(pipeline.links(a, b))

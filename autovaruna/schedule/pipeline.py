@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 
 from autovaruna.profiler.records import LinkCost
 
@@ -86,6 +86,12 @@ def even_sizes(num_samples: int, num_parts: int) -> list[int]:
 def share_of(num_micro_batches: int, num_replicas: int, replica: int) -> int:
     """Returns how many of M micro-batches a replica of a stage runs."""
     return len(range(replica, num_micro_batches, num_replicas))
+
+
+def pairs_of(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: int) -> Iterator[tuple[int, int]]:
+    """Yields the ranks that micro-batches take from one stage to another, until they come again."""
+    count = min(math.lcm(len(senders), len(receivers)), num_micro_batches)
+    return islice(zip(cycle(senders), cycle(receivers), strict=False), count)
 
 
 Links = Callable[[int, int], LinkCost]

@@ -147,6 +147,11 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, dev
 
 def both_ways_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
     """Returns the median seconds of a message there and one back at once: as activations meet gradients."""
+    return _median_seconds([_swap(world, peer, num_bytes, device)], num_times, device)
+
+
+def _swap(world: World, peer: int, num_bytes: int, device: torch.device) -> Callable[[], None]:
+    """Returns what sends a message there and receives one back at once."""
     send, receive = _ends(world, peer, num_bytes, device)
 
     def swap() -> None:
@@ -154,7 +159,7 @@ def both_ways_seconds(world: World, peer: int, num_bytes: int, num_times: int, d
         receive()
         sent.wait()
 
-    return _median_seconds([swap], num_times, device)
+    return swap
 
 
 def busy_seconds(world: World, peer: int, large_seconds: float, device: torch.device) -> float:
@@ -165,7 +170,7 @@ def busy_seconds(world: World, peer: int, large_seconds: float, device: torch.de
     """
     outgoing, incoming = (torch.zeros(BUSY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     matrix, now, share = torch.zeros(128, 128, device=device), own_clock(device), BUSY_BYTES / LONG_BYTES
-    meet, receive = _ends(world, peer, SHORT_BYTES, device)
+    meet = _swap(world, peer, SHORT_BYTES, device)
 
     def compute(num_times: int) -> float:
         started = now()
@@ -175,9 +180,7 @@ def busy_seconds(world: World, peer: int, large_seconds: float, device: torch.de
 
     num_times, seconds = min(3 * share * large_seconds, MOST_BUSY_SECONDS) / (compute(100) / 100), list[float]()
     for turn in range(2 * BUSY_TIMES):
-        met = meet()
-        receive()
-        met.wait()
+        meet()
         started, under_way = now(), list[Pending]()
         if turn % 2:
             under_way += world.receive([incoming], peer, LINK_TAG), world.send([outgoing], peer, LINK_TAG)
