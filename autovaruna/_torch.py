@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -248,9 +248,11 @@ def current_fake_mode() -> FakeTensorMode | None:
     return mode
 
 
-def mark_static(tensor: Tensor, dimension: int) -> None:
-    """Tells torch.compile that a dimension of a tensor never changes; later calls do not change what it knows."""
-    _later("torch._dynamo", "mark_static")(tensor, dimension)
+def mark_static(tensor: Tensor, dimensions: Iterable[int]) -> None:
+    """Tells torch.compile that dimensions of a tensor never change; later calls do not change what it knows."""
+    if not hasattr(tensor, "_dynamo_static_indices"):
+        for dimension in dimensions:
+            _later("torch._dynamo", "mark_static")(tensor, dimension)
 
 
 def passes_of_export() -> Any:

@@ -153,9 +153,8 @@ class CompiledPiece:
         for argument, free in zip(arguments, self._free, strict=True):
             if isinstance(argument, RandomStream):
                 self._uncompiled.stream = argument
-            elif isinstance(argument, Tensor) and not hasattr(argument, "_dynamo_static_indices"):
-                for place in set(range(argument.dim())) - free:
-                    mark_static(argument, place)
+            elif isinstance(argument, Tensor):
+                mark_static(argument, set(range(argument.dim())) - free)
             given.append(None if isinstance(argument, RandomStream) else argument)
         if self._uncompiled.stream is not None and self._uncompiled.learns:
             copies = [each.clone() if isinstance(each, Tensor) else each for each in given]  # it may change them
