@@ -28,17 +28,22 @@ class RankThread(ThreadTransport):
             ThreadTransport.send_notice(self, pack(Failure(text)), rank)
 
 
-def make_worlds(num_ranks: int) -> list[World]:
-    """Returns the worlds of `num_ranks` ranks that talk to each other."""
+def make_worlds(num_ranks: int, hosts: str = "") -> list[World]:
+    """Returns the worlds of `num_ranks` ranks that talk to each other; a letter names the host of each."""
     mailboxes = Mailboxes(num_ranks)
-    return [World(RankThread(rank, mailboxes)) for rank in range(num_ranks)]
+    transports = [RankThread(rank, mailboxes) for rank in range(num_ranks)]
+    for each in transports:
+        each.hosts = tuple(hosts) or each.hosts
+    return [World(each) for each in transports]
 
 
-def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
+def run_ranks(
+    num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0, hosts: str = ""
+) -> list[Result]:
     """Runs `function(world)` on each rank, a thread each; returns the results by rank, or raises the first error."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
-    worlds = make_worlds(num_ranks)
+    worlds = make_worlds(num_ranks, hosts)
     given = function, results, errors
     threads = [threading.Thread(target=_run_rank, args=(world, *given), daemon=True) for world in worlds]
     deadline = time.monotonic() + timeout_seconds

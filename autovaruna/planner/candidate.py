@@ -202,6 +202,7 @@ class Planner:
         (forward, backward), peak = sized.seconds_of(i, j), peak_of(sized, option)
         optimizer = float(sized.optimizer_seconds_at((i, j)))
         speeds = tuple(map(self.speeds.__getitem__, option.ranks)) if self.speeds else ()
+        lead = sized.lead_seconds(len(option.ranks), is_local=sized.all_reduces.is_local(option.ranks))
         return StagePlan(
             blocks=tuple(range(first, end)),
             ranks=option.ranks,
@@ -216,6 +217,7 @@ class Planner:
             optimizer_seconds=optimizer * sized.owned_share(len(option.ranks), option.held),
             parameter_bytes=option.held.parameters,
             speeds=speeds if set(speeds) != {1.0} else (),
+            reduce_lead_seconds=float(lead[i, j]),
         )
 
     def _reduce_seconds(self, sized: SizedProblem, candidate: Candidate, options: Sequence[Option]) -> list[float]:

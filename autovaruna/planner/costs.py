@@ -9,6 +9,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autovaruna.planner.arrays import Array, Costs, RangeTables
 from autovaruna.planner.problem import Problem
@@ -19,6 +20,8 @@ from autovaruna.schedule.pipeline import share_of
 
 _MOST_TABLES = 64
 """Tables of a formula that are kept: those of the stages of one grid, and of unequal replicas."""
+EARLY_BYTES = 1 << 20
+"""Gradients of so many bytes are summed at once, beside the backward that makes others."""
 
 
 class AllReduces:
@@ -32,11 +35,11 @@ class AllReduces:
         local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
         self.cluster = cluster
         self._local_gain = local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
-        self._is_local = cache(lambda ranks: len({cluster.hosts[rank] for rank in ranks}) == 1)
+        self.is_local = cache(lambda ranks: len({cluster.hosts[rank] for rank in ranks}) == 1)
 
     def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
-        latency, seconds_per_byte = self.cost(len(ranks), is_local=self._is_local(ranks))
+        latency, seconds_per_byte = self.cost(len(ranks), is_local=self.is_local(ranks))
         return latency + seconds_per_byte * num_bytes
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
@@ -46,6 +49,12 @@ class AllReduces:
         bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
         latency = self.cluster.all_reduce_latency_seconds * num_ranks
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
+
+    def free_seconds(self, num_ranks: int, *, is_local: bool) -> float:
+        """Returns what of the seconds for each byte processors compute in; none between ranks that share memory."""
+        _, seconds_per_byte = self.cost(num_ranks, is_local=is_local)
+        busy = 4 * (num_ranks - 1) / num_ranks * self.cluster.remote_link.busy_seconds_per_byte  # sent, and received
+        return 0.0 if is_local else max(0.0, seconds_per_byte - busy)
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,34 @@ class SizedProblem:
         latency, seconds_per_byte = self.all_reduces.cost(num_replicas, is_local=is_local)
         latency *= 1 + self.problem.shares_state
         return np.where(trained_bytes > 0, latency + seconds_per_byte * trained_bytes, 0.0)
+
+    def lead_seconds(self, num_replicas: int, *, is_local: bool) -> Array:
+        """Returns what of the all-reduces of ranges goes on beside their last backwards.
+
+        Behind each block's gradients comes the rest of the backward, beside which those of later blocks are summed:
+
+            lead = the least, over the blocks, of  later blocks' all-reduce + earlier blocks' backward
+
+        State that is shared comes back after the optimizer; on a device, or beside ranks on one core, nothing is free.
+        """
+        problem, cluster = self.problem, self.problem.cluster
+        is_beside = problem.needs_gradient and problem.profile.device.startswith("cpu") and cluster.cores_per_rank >= 1
+        seconds_per_byte = self.all_reduces.free_seconds(num_replicas, is_local=is_local) if is_beside else 0.0
+        return self._leads(seconds_per_byte / (1 + problem.shares_state))
+
+    @cached_property
+    def _leads(self) -> Callable[[float], Array]:
+        return lru_cache(_MOST_TABLES)(self._lead_table)
+
+    def _lead_table(self, seconds_per_byte: float) -> Array:
+        num_bytes = self.tables.trained_bytes
+        if not seconds_per_byte:
+            return np.zeros_like(num_bytes)
+        summed = seconds_per_byte * num_bytes
+        earlier = self.tables.add_up(self.backward_seconds) / max(self.problem.cluster.speeds)
+        waits = summed - np.pad(earlier, ((0, 0), (1, 0)))[:, :-1]  # of what ends with each segment
+        lead = summed - np.maximum.accumulate(np.where(_is_range(summed), waits, -np.inf), axis=1)
+        return np.clip(lead, 0.0, seconds_per_byte * np.maximum(num_bytes - EARLY_BYTES, 0.0))
 
     @cached_property
     def optimizer_seconds(self) -> Array:
@@ -257,6 +294,7 @@ class StageFormula:
         first, last = self._fill_seconds(before)
         seconds += self._before + first
         reduce = self.sized.reduce_seconds(replicas, self.sized.tables.trained_bytes, is_local=is_local)
+        reduce -= self.sized.lead_seconds(replicas, is_local=is_local)
         optimizer = self.sized.optimizer_seconds * (self.sized.owned_share(replicas) / slowest)
         seconds += np.maximum(self._after + last, reduce + optimizer)
         return seconds
@@ -296,5 +334,10 @@ class StageFormula:
 
 
 def _forbid_empty(table: Array) -> Array:
-    n = table.shape[0]
-    return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)
+    return np.where(_is_range(table), table, np.inf)
+
+
+def _is_range(table: Array) -> NDArray[np.bool_]:
+    """Returns for each entry whether it is of segments i .. j-1, which are some."""
+    places = np.arange(len(table))
+    return places[:, None] < places

@@ -233,6 +233,7 @@ class _PredictedStage(msgspec.Struct):
     optimizer_seconds: Amount
     shared_bytes: Amount
     speeds: tuple[Positive, ...]
+    reduce_lead_seconds: Amount = 0.0
 
 
 class _Stage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -99,7 +99,7 @@ class Exchange:
         for stage in plan.stages:  # the backwards of earlier stages come last
             known.append(max(self._heard_by(first, rank) for rank in stage.ranks[:2]) - before)
             if not self._script_makes_loss:
-                end = -before - stage.reduce_seconds - stage.optimizer_seconds
+                end = -before - (stage.reduce_seconds - stage.reduce_lead_seconds) - stage.optimizer_seconds
                 known += [end + each + self._heard_by(first, rank) for rank, each in self._outputs_come(plan, stage)]
                 if stage is plan.stages[-1]:  # it has the loss, which goes to all
                     known.append(end + self._latency + self._agreement_seconds)

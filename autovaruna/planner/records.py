@@ -48,6 +48,7 @@ class StagePlan:
         optimizer_seconds: predicted optimizer step over the stage's parameters, on a rank of speed 1.
         parameter_bytes: of the parameters that the stage uses.
         speeds: relative speed of each replica; empty: all 1.
+        reduce_lead_seconds: the part of `reduce_seconds` beside the stage's last backward.
     """
 
     blocks: tuple[int, ...]
@@ -63,6 +64,7 @@ class StagePlan:
     optimizer_seconds: float = 0.0
     parameter_bytes: float = 0.0
     speeds: tuple[float, ...] = ()
+    reduce_lead_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

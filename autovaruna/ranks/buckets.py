@@ -29,6 +29,7 @@ class Bucket:
 
     shares: list[list[Tensor]]
     is_packed: bool
+    is_on_host: bool
     num_bytes: int = 0
     packed: list[Tensor | None] = field(default_factory=list)
     pending: Pending = DONE
@@ -70,14 +71,20 @@ class BucketQueue:
         bucket = self._open.get(key) if is_packed or is_shared else None
         most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
         if bucket is None or (is_packed and bucket.num_bytes and bucket.num_bytes + tensor.nbytes > most_bytes):
-            bucket = self._open[key] = Bucket([[] for _ in range(len(self._ranks) if is_shared else 1)], is_packed)
+            shares = list[list[Tensor]]([] for _ in range(len(self._ranks) if is_shared else 1))
+            bucket = self._open[key] = Bucket(shares, is_packed, tensor.is_cpu)
             self._waiting.append(bucket)
         bucket.shares[0 if owner is None else self._ranks.index(owner)].append(tensor)
         bucket.num_bytes += tensor.nbytes
 
     def start(self) -> None:
-        """Starts what has been added, as long as few packed buckets are under way."""
+        """Starts what has been added, as long as few packed buckets are under way.
+
+        On the host it unpacks those that have come: a device's sums start in one order on all ranks, over all groups.
+        """
         self._open = {}
+        while self._started and self._started[0].is_on_host and self._started[0].pending.is_done():
+            self._finish_first()
         while self._waiting and sum(each.is_packed for each in self._started) < BUCKETS_AT_ONCE:
             self._waiting[0].start(self._world, self._ranks, gathers=self._gathers)
             self._started.append(self._waiting.popleft())
@@ -85,8 +92,11 @@ class BucketQueue:
     def finish(self) -> None:
         self.start()
         while self._started:
-            self._started.popleft().finish(self._ranks.index(self._world.rank), gathers=self._gathers)
+            self._finish_first()
             self.start()
+
+    def _finish_first(self) -> None:
+        self._started.popleft().finish(self._ranks.index(self._world.rank), gathers=self._gathers)
 
 
 class GradientSums:

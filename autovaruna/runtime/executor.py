@@ -218,6 +218,8 @@ class Executor:
             for position, task in enumerate(tasks, 1):
                 self._task, instruction = task, task.instruction
                 began, waited = perf_counter(), mail.waited_seconds
+                if task.ends_stage:
+                    graph.book.follow(graph.stages[instruction.stage])
                 _METHODS[instruction.kind](self, graph.stages[instruction.stage], task)
                 if trace is not None:
                     trace.recorded.append((instruction, began, perf_counter(), mail.waited_seconds - waited))

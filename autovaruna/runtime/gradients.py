@@ -7,9 +7,10 @@ the last to the first, and the total goes back to all; or to its owner, where th
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar
@@ -17,7 +18,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from autovaruna.planner.costs import EARLY_BYTES
 from autovaruna.planner.records import Plan
 from autovaruna.ranks.buckets import GradientSums
 from autovaruna.ranks.world import World
@@ -39,11 +42,20 @@ class StageUse:
     ranks: tuple[int, ...]
 
 
+@dataclass(eq=False)
+class SumRun:
+    """Parameters of a stage whose sums start together, each with all its uses, the last first."""
+
+    stage: int
+    uses: dict[str, list[StageUse]]
+    num_bytes: int = 0
+
+
 class SumOrder:
     """The parameters of one rank that get a gradient, in the order in which they are summed.
 
-    The parameters of a stage are summed over its replicas together. Where several stages have the same ranks, the later
-    ones come first, on every rank.
+    The parameters of a stage are summed over its replicas run by run, in the order in which a backward comes to the end
+    of them. Where several stages have the same ranks, the later ones come first, on every rank.
 
     Args:
         uses: The parameters of this rank, each with all its uses that get a gradient, the last first.
@@ -51,34 +63,61 @@ class SumOrder:
 
     Attributes:
         over_stages: the uses of those that several stages use, or ranks without a gradient hold, and who gets the sum.
-        stages: the uses of the others, by the ranks that sum them and by stage.
+        runs: those of the others, by the ranks that sum them.
+        early: by use the runs that need not wait for their stage, of several hosts: messages leave processors free.
     """
 
     def __init__(
-        self, uses: Mapping[str, list[StageUse]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
+        self,
+        uses: Mapping[str, list[StageUse]],
+        holders: Mapping[str, tuple[int, ...]],
+        owners: Mapping[str, int],
+        num_bytes: Mapping[str, int],
+        hosts: Sequence[str],
     ) -> None:
         self.owners = owners
         self.over_stages: dict[str, tuple[list[StageUse], tuple[int, ...]]] = {}
-        self.stages: dict[tuple[int, ...], dict[int, dict[str, list[StageUse]]]] = {}
+        self.runs: dict[tuple[int, ...], list[SumRun]] = {}
+        self.early: dict[ParameterUse, SumRun] = {}
         for name, each in uses.items():
             if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
                 receivers = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
                 self.over_stages[name] = each, tuple(sorted(receivers))
-        for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
-            if name not in self.over_stages:
-                self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
+        for name, each in sorted(uses.items(), key=lambda item: (-item[1][0].stage, -item[1][-1].block)):
+            if name in self.over_stages:
+                continue
+            runs, stage = self.runs.setdefault(each[0].ranks, []), each[0].stage
+            is_apart = len({hosts[rank] for rank in each[0].ranks}) > 1
+            if not runs or runs[-1].stage != stage or (is_apart and runs[-1].num_bytes >= EARLY_BYTES):
+                runs.append(SumRun(stage, {}))
+            runs[-1].uses[name] = each
+            runs[-1].num_bytes += num_bytes[name]
+            self.early |= {(name, use.block): runs[-1] for use in each if is_apart}
+        self.num_early = Counter(self.early.values())
 
 
 class Summation:
-    """Sums the gradients of one step; those of a stage from when its last backward on this rank has ended."""
+    """Sums the gradients of one step, each run from when it is there, or its stage's last backward has ended."""
 
     def __init__(self, order: SumOrder, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._order, self._world, self._parameters = order, world, parameters
         self._sums = GradientSums(world)
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
-        self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
+        self._coming = {ranks: deque(runs) for ranks, runs in order.runs.items()}
+        self.early, self._missing = order.early, dict(order.num_early)
         self._ended: set[int] = set()
+
+    def take(self, use: ParameterUse, accumulator: Tensor) -> None:
+        """Starts the sums of a run, given the last of its accumulators; lets others advance; never blocks."""
+        assert use not in self._accumulators, f"{use} has its gradient twice"
+        self._accumulators[use] = accumulator
+        run = self.early[use]
+        self._missing[run] -= 1
+        if not self._missing[run]:
+            self._start()
+        self._world.poll()
+        self._sums.start()
 
     def end_stage(self, stage: int, accumulators: Mapping[ParameterUse, Tensor]) -> None:
         """Starts the sums of a stage, given its accumulators; never blocks."""
@@ -89,11 +128,11 @@ class Summation:
     def finish(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
         """Sums what is left and waits for everything; returns the gradient of each parameter that this rank gets."""
         self._accumulators.update(accumulators)
-        self._ended.update(stage for stages in self._coming.values() for stage in stages)
+        self._ended.update(run.stage for runs in self._coming.values() for run in runs)
         self._start()
+        self._sums.finish()  # how many have started differs from rank to rank, and a chain sums among the same
         for name, (uses, _) in self._order.over_stages.items():
             self._totals[name] = self._chain(name, uses)
-        self._sums.finish()
         owners, rank = self._order.owners, self._world.rank
         for name, (uses, ranks) in self._order.over_stages.items():
             if len(ranks) > 1 and rank in ranks:
@@ -101,14 +140,14 @@ class Summation:
         return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
 
     def _start(self) -> None:
-        for ranks, stages in self._coming.items():
-            while stages and next(iter(stages)) in self._ended:
-                self._add(stages.pop(next(iter(stages))), ranks)
+        for ranks, runs in self._coming.items():
+            while runs and (runs[0].stage in self._ended or self._missing.get(runs[0]) == 0):
+                self._add(runs.popleft(), ranks)
                 self._sums.start()
 
-    def _add(self, stage: Mapping[str, list[StageUse]], ranks: tuple[int, ...]) -> None:
-        """Adds up the uses of each parameter of a stage; where the stage has replicas, their totals are summed."""
-        for name, (first, *others) in stage.items():
+    def _add(self, run: SumRun, ranks: tuple[int, ...]) -> None:
+        """Adds up the uses of each parameter of a run; where the stage has replicas, their totals are summed."""
+        for name, (first, *others) in run.uses.items():
             total = self._pop(name, first)
             for use in others:
                 total.add_(self._pop(name, use))
@@ -181,6 +220,7 @@ class GradientBook:
         self._kept: dict[ParameterUse, Tensor] = {}
         self.may_have_kept = False
         self._begun: Summation | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, root_names: str, *, is_summed: bool) -> None:
         """Begins a step; its gradients are summed stage by stage, if they are and ranks know what they will sum."""
@@ -188,8 +228,21 @@ class GradientBook:
         order = self._orders.get(root_names) if is_summed and not self._varies else None
         self._begun = None if order is None else Summation(order, self._world, self._parameters)
 
+    def follow(self, stage: StageModule) -> None:
+        """Starts sums of a stage while its last backward on this rank, which comes next, makes their gradients.
+
+        On the host alone: a device's backward runs in a thread of its own, and its sums beside the next stage's.
+        """
+        if self._begun is not None and self._begun.early:
+            for use, leaf in stage.leaves.items():
+                if leaf.is_cpu and use in self._begun.early:
+                    hand_over = partial(_hand_over, self._begun, use)
+                    self._hooks.append(leaf.register_post_accumulate_grad_hook(hand_over))  # type: ignore[no-untyped-call]
+
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
+        while self._hooks:
+            self._hooks.pop().remove()
         if self._begun is not None:
             self._begun.end_stage(stage, _pop_gradients([each for each in self._stages if each.index == stage]))
 
@@ -229,6 +282,8 @@ class GradientBook:
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         self._begun = None
+        while self._hooks:
+            self._hooks.pop().remove()
         _pop_gradients(self._stages)
 
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor], root_names: str | None) -> SumOrder:
@@ -248,7 +303,8 @@ class GradientBook:
         live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
         holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
         own = {name: live[name] for name in holders if self._world.rank in holders[name]}
-        order = SumOrder(own, holders, self._placement.owners)
+        num_bytes = {name: self._parameters[name].nbytes for name in own}
+        order = SumOrder(own, holders, self._placement.owners, num_bytes, self._world.hosts)
         if root_names is not None:
             self._orders[root_names] = order
         return order
@@ -330,6 +386,12 @@ class Backwards:
 def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
     for key, other in others.items():
         totals[key] = totals[key].add_(other) if key in totals else other
+
+
+def _hand_over(summation: Summation, use: ParameterUse, leaf: Tensor) -> None:
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None, "autograd calls the hook of a leaf that has its gradient"
+    summation.take(use, gradient)
 
 
 def _pop_gradients(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:

@@ -138,7 +138,7 @@ def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
 
 def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
     """Returns the least seconds after a stage's last gradients: the all-reduce, which joins its ranks; optimizer."""
-    reduce = exact(times.reduce_seconds)
+    reduce = exact(times.reduce_seconds) - exact(times.reduce_lead_seconds)
     if not optimizers:
         return reduce
     return reduce + (max if reduce > 0 else min)([optimizers[rank] for rank in times.ranks])

@@ -110,8 +110,9 @@ class StageTimes:
         forward_seconds, backward_seconds: for one micro-batch on a rank of speed 1. Backward without the recompute.
         in_flight: most forwards not yet backwarded on one replica.
         needs_recompute, recompute_seconds: whether backward is preceded by a recompute, and what that takes.
-        reduce_seconds: gradient all-reduce after the last backward on all replicas; 0.0: none.
+        reduce_seconds: gradient all-reduce, which ends after the last backward on all replicas; 0.0: none.
         speeds: relative speed of each replica (2.0 takes half the seconds); empty: all 1.0.
+        reduce_lead_seconds: what of the all-reduce goes on beside that backward.
     """
 
     ranks: tuple[int, ...]
@@ -122,6 +123,7 @@ class StageTimes:
     recompute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     speeds: tuple[float, ...] = ()
+    reduce_lead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(set(self.ranks)) == len(self.ranks) > 0, f"ranks of a stage must be distinct: {self.ranks}"

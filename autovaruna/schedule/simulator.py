@@ -73,14 +73,15 @@ def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_me
 
 
 def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[AllReduce, ...]:
-    """Returns the all-reduces that take time, in the order in which they start."""
+    """Returns the all-reduces that take time, in the order in which their stages end."""
     last = _ends_of_gradients(pipeline, acts)
     free = [0.0] * pipeline.num_ranks
     placed = []
     for stage in sorted(range(pipeline.num_stages), key=lambda s: (last[s], -s)):
-        ranks, seconds = pipeline.stages[stage].ranks, exact(pipeline.stages[stage].reduce_seconds)
+        times = pipeline.stages[stage]
+        ranks, seconds, lead = times.ranks, exact(times.reduce_seconds), exact(times.reduce_lead_seconds)
         if seconds > 0 and pipeline.needs_gradients:
-            start = max(last[stage], max(free[rank] for rank in ranks))
+            start = max(last[stage] - lead, max(free[rank] for rank in ranks))
             placed.append(AllReduce(stage, ranks, start, start + seconds))
             for rank in ranks:
                 free[rank] = start + seconds

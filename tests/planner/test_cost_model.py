@@ -51,6 +51,25 @@ def test_all_reduce_overlaps_with_the_backwards_of_earlier_stages_only() -> None
     assert exposed >= reduced.stages[0].reduce_seconds - plain.stages[0].reduce_seconds - 1e-9
 
 
+def test_sums_over_hosts_begin_beside_the_last_backward_as_far_as_processors_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each block's gradients wait for their own backward, and behind them for those of earlier blocks."""
+    monkeypatch.setattr("autovaruna.planner.costs.EARLY_BYTES", 0)
+    rate, busy, problem = 1e7, 1e-9, make_problem(8, 2, 8)
+    on_host = replace(problem, profile=replace(problem.profile, device="cpu"))
+
+    def lead(of: Problem, hosts: str, **more: float) -> float:
+        given = {"remote_link": LinkCost(0.0, rate, busy), "all_reduce_bytes_per_second": rate, **more}
+        return plan_of(on_cluster(of, hosts=hosts, **given), ((0, 1),), 2).stages[0].reduce_lead_seconds
+
+    num_bytes = [parameter.num_bytes for parameter in problem.graph.parameters]
+    backward, free = problem.cost_table.at(4.0).backward_seconds, 1 / rate - 2 * busy
+    expected = min(sum(num_bytes[block + 1 :]) * free + backward[:block].sum() for block in range(8))
+    assert lead(on_host, "ab") == pytest.approx(expected) and expected > 0
+    assert lead(on_host, "aa") == lead(on_host, "ab", cores_per_rank=0.5) == lead(problem, "ab") == 0
+
+
 def test_a_message_between_hosts_keeps_both_ends_busy_and_one_within_a_host_does_not() -> None:
     """One micro-batch, so that nothing hides: sender and receiver pay for each byte of both messages."""
     problem, busy = make_problem(8, 2, 8), 1e-4

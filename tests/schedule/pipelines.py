@@ -66,7 +66,7 @@ def random_pipeline(seed: int) -> Pipeline:
 
 def _random_stage(dice: random.Random, num_ranks: int) -> StageTimes:
     ranks = tuple(dice.sample(range(num_ranks), dice.randint(1, num_ranks)))
-    return StageTimes(
+    times = StageTimes(
         ranks=ranks,
         forward_seconds=dice.choice((0.0, 1.0, dice.random())),
         backward_seconds=dice.choice((0.0, 2.0, 2 * dice.random())),
@@ -76,6 +76,8 @@ def _random_stage(dice: random.Random, num_ranks: int) -> StageTimes:
         reduce_seconds=dice.choice((0.0, dice.random())),
         speeds=dice.choice(((), tuple(dice.uniform(0.5, 2.0) for _ in ranks))),
     )
+    lead = min(times.reduce_seconds, times.backward_seconds / max(times.speeds, default=1.0))
+    return dataclasses.replace(times, reduce_lead_seconds=lead * dice.random())
 
 
 def _random_edges(dice: random.Random, num_stages: int) -> list[Edge]:

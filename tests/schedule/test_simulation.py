@@ -136,6 +136,18 @@ def test_timeline_of_two_stages() -> None:
     ]
 
 
+def test_an_all_reduce_over_hosts_goes_on_beside_the_last_backward_and_behind_that_of_a_later_stage() -> None:
+    """A last backward is from 3 to 5: what leads by 1.5 ends at 7.5, and by 2 where the ranks still sum until then."""
+    stage = StageTimes((0, 1), 1.0, 2.0, 1, reduce_seconds=4.0, reduce_lead_seconds=1.5)
+    alone = Pipeline((stage,), (), 2, 2)
+    assert seconds(alone) == lower_bound(alone) == 3.0 + 2.5
+    later = replace(stage, backward_seconds=1.0, reduce_seconds=3.0, reduce_lead_seconds=1.0)
+    both = Pipeline((replace(stage, reduce_seconds=2.0), later), (Edge(0, 1, 0, 0),), 2, 2)
+    first, second = sorted(simulate(both, POLICIES["1f1b"]).reductions, key=lambda each: each.start_seconds)
+    assert (first.stage, first.start_seconds, first.end_seconds) == (1, 2.0, 5.0)
+    assert (second.stage, second.start_seconds, second.end_seconds) == (0, 5.0, 7.0)
+
+
 NUM_STAGES, NUM_REPLICAS, NUM_MICRO_BATCHES = 49, 6, 683
 SHARE = NUM_MICRO_BATCHES / NUM_REPLICAS
 LOGGED = 12

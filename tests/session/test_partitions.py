@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from threading import Event, Thread
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from autovaruna import AutoVaruna
+from autovaruna.runtime import gradients
 from tests.catalogue import CASES, HUGGING_FACE, MORE, PLAIN, Case
 from tests.products import WHOLE, some
 from tests.reference import OPTIMIZERS, Record, bit_equal
@@ -65,6 +67,32 @@ def test_the_partition_changes_no_bit(case: Case, name: str) -> None:
         assert len(setup.stage_ranks) > case.max_stages
         pytest.skip(f"{case} cannot be cut into {len(setup.stage_ranks)} stages")
     bit_equal(got, one_stage(case.name, optimizer))
+
+
+EARLY = ("lstm", "three_users", "tied_three_ways", "unused_parameter", "two_losses", "batch_norm")
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", EARLY)
+def test_sums_over_hosts_that_begin_beside_backwards_change_no_bit(
+    name: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run for each parameter, in two stages of two replicas each, or of one stage after another on both ranks."""
+    monkeypatch.setattr(gradients, "EARLY_BYTES", 0)
+    early, take = list[str](), gradients.Summation.take
+
+    def noted(self: gradients.Summation, use: tuple[str, int], accumulator: torch.Tensor) -> None:
+        early.append(use[0])
+        take(self, use, accumulator)
+
+    monkeypatch.setattr(gradients.Summation, "take", noted)
+    for ranks, hosts in ((((0, 1), (2, 3)), "abab"), (((0, 1), (0, 1)), "ab")):
+        setup = Setup(ranks, 4, settings={"shard_optimizer": is_shared})
+        near = train_case(CASES[name], setup, "adamw")
+        assert not early
+        bit_equal(train_case(CASES[name], replace(setup, hosts=hosts), "adamw"), near)
+        assert early
+        early.clear()
 
 
 def test_a_thread_of_the_script_may_draw_meanwhile() -> None:

@@ -45,6 +45,7 @@ class Setup:
     recompute: bool = False  # whether all stages but the last recompute
     schedule: str = "1f1b"
     num_ranks: int = 0  # 0: as many as `stage_ranks` names
+    hosts: str = ""  # a letter for each rank's; empty: all are on one
     settings: Mapping[str, Any] = field(default_factory=dict)  # more of them
 
     @property
@@ -245,7 +246,7 @@ def on_ranks(
         return run(wrap(copies[world.rank], optimizer, **settings), optimizer, world.rank)
 
     with work_shared(token):
-        return run_ranks(setup.world_size, be_rank, timeout_seconds=timeout)
+        return run_ranks(setup.world_size, be_rank, timeout, setup.hosts)
 
 
 def needs_own_autograd(case: Case, setup: Setup) -> None:
