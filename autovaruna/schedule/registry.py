@@ -49,10 +49,6 @@ class Policy(ABC):
         backward = (1 + self.recomputes(pipeline, s) for s in stages)
         return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))
 
-    def explain(self) -> str:
-        """Returns the error of a policy that left all ranks waiting."""
-        return f"policy {self.name} waits on every rank; a policy must pick something that may run"
-
 
 def first(replicas: Sequence[Replica], kind: Kind) -> Choice | None:
     """Chooses the first stage that may run an instruction of a kind."""

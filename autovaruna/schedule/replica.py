@@ -87,16 +87,6 @@ class Replica:
         n = self.num_micro_batches
         return self.forwards == n and (self.backwards == n or not self.needs_gradients)
 
-    def may_start(self, kind: Kind, micro_batch: int) -> bool:
-        """Returns whether the next instruction of this kind is for `micro_batch` and may start now."""
-        if kind is FORWARD:
-            may, k = self.can_forward, self.forwards
-        elif kind is BACKWARD:
-            may, k = self.can_backward, self.backwards
-        else:
-            may, k = self.can_recompute, self.recomputes
-        return may and k * self.stride + self.index == micro_batch
-
     def refresh(self, now: float) -> None:
         """Finds what may start at `now`; called when the rank is idle, and `known_until` has come."""
         f, b = self.forwards, self.backwards

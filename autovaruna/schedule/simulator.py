@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import chain
@@ -17,46 +16,12 @@ from autovaruna.schedule.pipeline import (
     TICKS_PER_SECOND,
     Kind,
     Pipeline,
-    Schedule,
     exact,
-    grid,
     work_seconds,
 )
-from autovaruna.schedule.registry import Choice, Policy
+from autovaruna.schedule.registry import Policy
 from autovaruna.schedule.replica import Inbox, Lines, RankLine, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, AllReduce, Simulation, ends_of, on_shared_cores
-
-
-class FixedOrder(Policy):
-    """Runs each rank's instructions in the order of a schedule, waiting for each."""
-
-    name = "fixed"
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.positions = [0] * len(schedule)
-        self.recomputing = {act.stage for row in schedule for act in row if act.kind is Kind.RECOMPUTE}
-
-    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        rank = replicas[0].rank
-        if self.positions[rank] == len(self.schedule[rank]):
-            return None
-        wanted = self.schedule[rank][self.positions[rank]]
-        for replica in replicas:
-            if replica.stage == wanted.stage and replica.may_start(wanted.kind, wanted.micro_batch):
-                self.positions[rank] += 1
-                return replica, wanted.kind
-        return None
-
-    def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
-        return pipeline.num_micro_batches  # the schedule says how many are in flight
-
-    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
-        return stage in self.recomputing
-
-    def explain(self) -> str:
-        marked = grid(self.schedule, dict(enumerate(self.positions)))
-        return f"the schedule never ends; each rank waits at the mark:\n{marked}"
 
 
 def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_messages: int) -> Replica:
@@ -122,19 +87,6 @@ def simulate_below(
     return found, sum(map(len, simulator.acts))
 
 
-def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
-    """Simulates one step with the order of instructions given; the plan's in-flight depth is not enforced.
-
-    Raises:
-        ScheduleError: the schedule cannot run to its end.
-    """
-    policy = FixedOrder(schedule)
-    simulation = _Simulator(pipeline, policy).run()
-    if policy.positions != list(map(len, schedule)):
-        raise ScheduleError(policy.explain())
-    return simulation
-
-
 class _TooLongError(Exception):
     """Ends a simulation whose step takes too long."""
 
@@ -195,7 +147,8 @@ class _Simulator:
             for rank in sorted(idle) if len(idle) > 1 else idle:
                 self._choose(rank, now)
         if not all(replica.is_done for stage in self.stages for replica in stage):
-            raise ScheduleError(self.policy.explain())
+            name = self.policy.name
+            raise ScheduleError(f"policy {name} waits on every rank; a policy must pick something that may run")
         return self._result()
 
     def _happen(self, now: float) -> set[int]:
