@@ -89,10 +89,10 @@ def problem_of(graph: Graph, profile: Profile, num_ranks: int, share: float) -> 
         hosts=("host",) * num_ranks,
         memory_bytes=(1e15,) * num_ranks,
         speeds=(1.0,) * num_ranks,
-        local_link=device.local_link,
-        remote_link=device.remote_link,
-        all_reduce_bytes_per_second=device.local_all_reduce,
-        all_reduce_latency_seconds=device.all_reduce_latency_seconds,
+        local_link=device.local_link.cost,
+        remote_link=device.remote_link.cost,
+        all_reduce_bytes_per_second=device.all_reduce.local_bytes_per_second,
+        all_reduce_latency_seconds=device.all_reduce.latency_seconds,
         overhead_seconds=5e-5,
     )
     problem = Problem(graph, profile, cluster, BATCH, ADAM_FACTOR, optimizer_cost(device, ADAM_FACTOR))

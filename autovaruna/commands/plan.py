@@ -103,9 +103,10 @@ class Planning:
             local = remote = UNKNOWN_LINK
             all_reduce, latency = UNKNOWN_LINK.bytes_per_second, 0.0
         else:
-            local, remote = device.local_link, device.remote_link
-            all_reduce = device.local_all_reduce if num_hosts == 1 else device.remote_all_reduce
-            latency = device.all_reduce_latency_seconds
+            local, remote = device.local_link.cost, device.remote_link.cost
+            rates = device.all_reduce
+            all_reduce = rates.local_bytes_per_second if num_hosts == 1 else rates.remote_bytes_per_second
+            latency = rates.latency_seconds
         return Cluster(
             hosts=tuple(f"host{rank // per_host}" for rank in range(num_ranks)),
             memory_bytes=(self.memory_bytes,) * num_ranks,
