@@ -35,7 +35,7 @@ class Replica:
     Attributes:
         index, stride: which of how many replicas of the stage; its k-th micro-batch is ``k * stride + index``.
         num_micro_batches, num_later: how many are its own, and how many stages follow its own.
-        depth: most forwards not yet backwarded; `peak` the most there were.
+        depth: most forwards not yet backwarded.
         forwards, recomputes, backwards: how many of each were started.
         can_forward, can_recompute, can_backward: whether the next one of each may start now; `can_start`: any of them.
         has_gradient: whether the gradients of the next backward are here.
@@ -48,7 +48,7 @@ class Replica:
     __slots__ = (
         "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_start", "depth", "forwards",
         "gradients", "has_gradient", "index", "is_full", "is_recomputed", "known_until", "needs_gradients",
-        "needs_recompute", "num_later", "num_micro_batches", "peak", "rank", "recomputes", "seconds", "stage", "stride",
+        "needs_recompute", "num_later", "num_micro_batches", "rank", "recomputes", "seconds", "stage", "stride",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +69,7 @@ class Replica:
         self.needs_recompute = False
         self.seconds: Mapping[Kind, float] = {}
         self.activations, self.gradients = activations, gradients
-        self.forwards = self.recomputes = self.backwards = self.peak = 0
+        self.forwards = self.recomputes = self.backwards = 0
         self.can_forward = self.can_recompute = self.can_backward = self.can_start = False
         self.has_gradient = self.is_full = self.is_recomputed = False
         self.known_until = 0.0
@@ -112,8 +112,6 @@ class Replica:
         self.known_until = 0.0
         if kind is FORWARD:
             self.forwards += 1
-            if self.needs_gradients and self.forwards - self.backwards > self.peak:
-                self.peak = self.forwards - self.backwards
             return self.forwards - 1
         if kind is BACKWARD:
             self.backwards += 1

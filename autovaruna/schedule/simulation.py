@@ -85,13 +85,11 @@ class Simulation:
 
     Attributes:
         step_seconds: from the first instruction to the end of the last rank.
-        peak_in_flight: ``[s][i]`` the most forwards not yet backwarded that replica i of stage s held.
         overhead_seconds: within each instruction.
         optimizer_seconds: of each rank, after its last instruction and reduction.
     """
 
     step_seconds: float
-    peak_in_flight: tuple[tuple[int, ...], ...]
     reductions: tuple[AllReduce, ...]
     acts: tuple[list[Act], ...]
     overhead_seconds: float
@@ -196,22 +194,19 @@ def on_shared_cores(simulation: Simulation, cores: float) -> Simulation:
     )
 
 
-def render(
-    simulation: Simulation, width: int = 100, *, columns: int = 0, names: Mapping[int, int] | None = None
-) -> str:
+def render(simulation: Simulation, columns: int, names: Mapping[int, int] | None = None) -> str:
     """Returns a timeline: one row a rank, time to the right, and what share of the step the rank lost to what.
 
-    A step has `width` characters, or a line has `columns` of them; where those are few the shares are left out. With
-    `names`, by rank, these ranks alone are drawn, under other numbers.
+    A line has so many columns; where those are few the shares are left out. With `names`, by rank, these ranks alone
+    are drawn, under other numbers.
     """
     names = dict(enumerate(range(len(simulation.acts)))) if names is None else names
     shares = {rank: f" {_shares(simulation.lost[rank])}" for rank in names}
     margin = len(f"rank {max(names.values())}")
-    if columns:
-        room = columns - margin - len(" ||")
-        width = min(room - max(map(len, shares.values())), _WIDEST)
-        if width < _NARROWEST:
-            width, shares = max(min(room, _WIDEST), 1), dict.fromkeys(names, "")
+    room = columns - margin - len(" ||")
+    width = min(room - max(map(len, shares.values())), _WIDEST)
+    if width < _NARROWEST:
+        width, shares = max(min(room, _WIDEST), 1), dict.fromkeys(names, "")
     rows = _rows(simulation, width)
     lines = [f"{f'rank {names[rank]}':<{margin}} |{''.join(rows[rank])}|{shares[rank]}" for rank in names]
     meanings = "  ".join(f"{fill} {kind.name.lower()}" for kind, fill in _FILL.items())

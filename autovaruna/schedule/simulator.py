@@ -206,7 +206,6 @@ class _Simulator:
         optimizer = tuple(exact(seconds) for seconds in optimizer)
         found = Simulation(
             step_seconds=max(end + seconds for end, seconds in zip(ends, optimizer, strict=True)),
-            peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.stages),
             reductions=reduced,
             acts=self.acts,
             overhead_seconds=exact(pipeline.overhead_seconds),

@@ -56,7 +56,7 @@ def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed
     recompute = chance.choice((None, 1.0))
     ranks = [(s % num_ranks,) for s in range(num_stages)]
     pipeline = placed(chain(num_stages, count, recompute=recompute), ranks, num_ranks)
-    schedule = simulate(pipeline, POLICIES[chance.choice(("1f1b", "interleaved", "varuna", "deepest_first"))]).schedule
+    schedule = simulate(pipeline, POLICIES[chance.choice(("1f1b", "interleaved", "varuna"))]).schedule
     every = [drawn_stage(chance) for _ in range(num_stages)]
     for rank in range(min(num_ranks, num_stages)):
         mine = {s: every[s] for s in range(rank, num_stages, num_ranks)}
