@@ -19,7 +19,7 @@ from autovaruna.commands.measure import load_target, measure_here
 from autovaruna.commands.printing import add_json, checked_plot, columns, plot, show, show_json
 from autovaruna.commands.show import record_of
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.config.settings import BYTES, REFUSALS, Sharing
+from autovaruna.config.settings import BYTES, REFUSALS, Sharing, input_groups
 from autovaruna.errors import ConfigError
 from autovaruna.heap import keep_freed_memory
 from autovaruna.log import progress_bar, readable, status_bar
@@ -36,9 +36,8 @@ from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.measuring import constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.measuring import optimizer_factor, problem_of, sizes_to_measure
 from autovaruna.session.memory import host_memory
-from autovaruna.session.shared_call import input_groups
 
 _CPU = torch.device("cpu")
 _MOST_ROWS = 24
@@ -77,21 +76,17 @@ class Planning:
     @property
     def sharing(self) -> Sharing:
         """Whether replicas share the optimizer's state, or may."""
-        return self._may_share if int(self.options.ranks) > 1 else False
+        return self._may_share if self.options.ranks > 1 else False
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that pass the same mini-batch."""
+        return input_groups(self.settings, self.options.ranks)
 
     @cached_property
     def global_batch_size(self) -> int:
-        """Samples of a step: the option, or what each rank passes, times the ranks that pass their own."""
-        return int(self.options.batch_size) or self.target.batch_size * self._num_calls
-
-    @property
-    def _num_calls(self) -> int:
-        return 1 if self.settings.inputs == "replicated" else int(self.options.ranks)
-
-    @property
-    def num_mini_batches(self) -> int:
-        """Mini-batches of a step; each is one micro-batch or more."""
-        return min(self._num_calls, self.global_batch_size)
+        """Samples of a step: the option, or those of the call, times the mini-batches."""
+        return int(self.options.batch_size) or self.target.batch_size * len(self.groups)
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -122,20 +117,9 @@ class Planning:
     @cached_property
     def problem(self) -> Problem:
         """What the planner is asked."""
-        return Problem(
-            graph=self.traced.graph,
-            profile=self.profile,
-            cluster=self.cluster,
-            global_batch_size=self.global_batch_size,
-            optimizer_bytes_factor=self.optimizer_bytes_factor,
-            optimizer_cost=optimizer_cost(self.device, self.optimizer_bytes_factor) if self.device else OptimizerCost(),
-            needs_gradient=needs_gradient(self.traced),
-            min_micro_batches_for_inputs=self.num_mini_batches,
-            constraints=constraints_of(self.settings, self.traced),
-            input_groups=input_groups(self.settings, self.options.ranks),
-            has_loss=self.traced.loss is not None,
-            delivers_outputs=self.settings.outputs == "all",
-        )
+        factor, batch = self.optimizer_bytes_factor, (self.global_batch_size, self.groups)
+        cost = optimizer_cost(self.device, factor) if self.device else OptimizerCost()
+        return problem_of(self.traced, self.settings, self.profile, self.cluster, batch, factor, cost)
 
     @property
     def plan(self) -> Plan:
@@ -195,7 +179,9 @@ class Planning:
         return (total or host_memory() / per_host) * (1.0 - self.settings.memory_margin)
 
     def _new_profile(self) -> Profile:
-        sizes = sizes_to_measure(self.settings, self.traced, self.global_batch_size, self.num_mini_batches)
+        sizes = sizes_to_measure(
+            self.settings, self.traced, self.global_batch_size, min(len(self.groups), self.global_batch_size)
+        )
         if self.device is None:
             return measure_here(self.target, sizes, self.settings, is_asked=self.options.measure)[0]
         with progress_bar("predicting blocks") as advance:
@@ -251,7 +237,7 @@ def report(planning: Planning) -> None:
     show(plan_table(plan, [module_range(stage.blocks, graph) for stage in plan.stages]))
     show(explain(plan, graph))
     names = _names(plan, pipeline)
-    drawing = render(simulation, columns=columns(), names={rank: names[rank] for rank in drawn})
+    drawing = render(simulation, columns(), {rank: names[rank] for rank in drawn})
     left = f"\n{len(drawn)} of {plan.num_ranks} ranks are drawn; the others are more replicas, or stages, or have none"
     show(f"\n{drawing}{left if len(drawn) < plan.num_ranks else ''}")
     for assumption in planning.assumptions:

@@ -223,17 +223,32 @@ def measured_problem(
         profile = measured_profile(subject, sizes)
         cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
         step_cost = optimizer_cost(optimizer, watch.world, watch.device)
+    batch = shared.global_batch_size, shared.groups
+    return problem_of(traced, settings, profile, cluster, batch, optimizer_bytes_factor, step_cost)
+
+
+def problem_of(
+    traced: TracedModel,
+    settings: Settings,
+    profile: Profile,
+    cluster: Cluster,
+    batch: tuple[int, tuple[tuple[int, ...], ...]],
+    optimizer_bytes_factor: float,
+    optimizer_cost: OptimizerCost,
+) -> Problem:
+    """Returns what the planner is asked; `batch` is the global batch's samples, and the ranks that pass each part."""
+    global_batch_size, groups = batch
     return Problem(
         graph=traced.graph,
         profile=profile,
         cluster=cluster,
-        global_batch_size=shared.global_batch_size,
+        global_batch_size=global_batch_size,
         optimizer_bytes_factor=optimizer_bytes_factor,
-        optimizer_cost=step_cost,
+        optimizer_cost=optimizer_cost,
         needs_gradient=needs_gradient(traced),
-        min_micro_batches_for_inputs=fewest,
+        min_micro_batches_for_inputs=min(len(groups), global_batch_size),
         constraints=constraints_of(settings, traced),
-        input_groups=shared.groups,
+        input_groups=groups,
         has_loss=traced.loss is not None,
         delivers_outputs=settings.outputs == "all",
     )
