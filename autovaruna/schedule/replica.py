@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Kind, Pipeline, seconds_of
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Kind, Pipeline, seconds_of, work_seconds
 
 
 class Inbox:
@@ -52,23 +51,16 @@ class Replica:
     )  # fmt: skip
 
     def __init__(
-        self,
-        rank: int,
-        stage: int,
-        index: int,
-        stride: int,
-        num_micro_batches: int,
-        activations: Inbox,
-        gradients: Inbox,
+        self, pipeline: Pipeline, stage: int, index: int, num_messages: tuple[int, int], depth: int, recomputes: bool
     ) -> None:
-        self.rank, self.stage, self.index, self.stride = rank, stage, index, stride
-        self.num_micro_batches = num_micro_batches
-        self.num_later = 0
-        self.depth = num_micro_batches
-        self.needs_gradients = True
-        self.needs_recompute = False
-        self.seconds: Mapping[Kind, float] = {}
-        self.activations, self.gradients = activations, gradients
+        """Waits for so many messages before a forward, and before a backward."""
+        ranks = pipeline.stages[stage].ranks
+        self.rank, self.stage, self.index, self.stride = ranks[index], stage, index, len(ranks)
+        self.num_micro_batches = pipeline.share(stage, index)
+        self.num_later = pipeline.num_stages - 1 - stage
+        self.needs_gradients, self.needs_recompute, self.depth = pipeline.needs_gradients, recomputes, depth
+        self.seconds = work_seconds(pipeline, stage, index)
+        self.activations, self.gradients = (Inbox(self.num_micro_batches, number) for number in num_messages)
         self.forwards = self.recomputes = self.backwards = 0
         self.can_forward = self.can_recompute = self.can_backward = self.can_start = False
         self.has_gradient = self.is_full = self.is_recomputed = False

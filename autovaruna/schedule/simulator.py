@@ -17,24 +17,10 @@ from autovaruna.schedule.pipeline import (
     Kind,
     Pipeline,
     exact,
-    work_seconds,
 )
 from autovaruna.schedule.registry import Policy
-from autovaruna.schedule.replica import Inbox, Lines, RankLine, Replica, Route, Wires
+from autovaruna.schedule.replica import Lines, RankLine, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, AllReduce, Simulation, ends_of, on_shared_cores
-
-
-def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_messages: int) -> Replica:
-    """Returns a replica that waits for so many messages before a forward, and so many before a backward."""
-    ranks, share = pipeline.stages[stage].ranks, pipeline.share(stage, index)
-    replica = Replica(ranks[index], stage, index, len(ranks), share, *(Inbox(share, each) for each in num_messages))
-    replica.needs_gradients = pipeline.needs_gradients
-    replica.num_later = pipeline.num_stages - 1 - stage
-    if pipeline.needs_gradients:
-        replica.depth = policy.depth(pipeline, stage, index)
-        replica.needs_recompute = policy.recomputes(pipeline, stage)
-    replica.seconds = work_seconds(pipeline, stage, index)
-    return replica
 
 
 def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[AllReduce, ...]:
@@ -109,7 +95,7 @@ class _Simulator:
         activations = Counter([edge.destination for edge in pipeline.edges])
         gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
         self.stages = [
-            [_replica(pipeline, policy, s, i, activations[s], gradients[s]) for i in range(times.num_replicas)]
+            [self._replica(s, i, (activations[s], gradients[s])) for i in range(times.num_replicas)]
             for s, times in enumerate(pipeline.stages)
         ]
         self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
@@ -119,11 +105,16 @@ class _Simulator:
         self.latest = [below] * pipeline.num_ranks  # starts of a rank's next instruction: its work and its tail follow
         if bounds:
             work = [sum(replica.work_seconds for replica in replicas) for replicas in self.by_rank]
-            pairs = zip(work, bounds.tails, strict=True)
+            pairs = zip(work, bounds.rank_tails, strict=True)
             self.latest = [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in pairs]
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
         self.queue = [(0.0, rank) for rank, replicas in enumerate(self.by_rank) if replicas]
+
+    def _replica(self, stage: int, index: int, num_messages: tuple[int, int]) -> Replica:
+        pipeline, policy = self.pipeline, self.policy
+        depth = policy.depth(pipeline, stage, index) if pipeline.needs_gradients else pipeline.num_micro_batches
+        return Replica(pipeline, stage, index, num_messages, depth, policy.recomputes(pipeline, stage))
 
     def _routes(self) -> dict[Kind, list[list[Route]]]:
         pipeline, stages = self.pipeline, self.stages

@@ -104,8 +104,8 @@ def bound_at_depths(pipeline: Pipeline) -> float:
     With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
     (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
     """
-    bounds = Bounds(pipeline)
-    least, paths = bounds.lower, bounds.paths
+    paths = Bounds(pipeline)
+    least = paths.lower
     for stage, times in enumerate(pipeline.stages if pipeline.needs_gradients else ()):
         for replica in range(times.num_replicas):
             share, work = pipeline.share(stage, replica), paths.on(stage, replica)
