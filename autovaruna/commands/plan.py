@@ -179,9 +179,7 @@ class Planning:
         return (total or host_memory() / per_host) * (1.0 - self.settings.memory_margin)
 
     def _new_profile(self) -> Profile:
-        sizes = sizes_to_measure(
-            self.settings, self.traced, self.global_batch_size, min(len(self.groups), self.global_batch_size)
-        )
+        sizes = sizes_to_measure(self.settings, self.traced, self.global_batch_size, len(self.groups))
         if self.device is None:
             return measure_here(self.target, sizes, self.settings, is_asked=self.options.measure)[0]
         with progress_bar("predicting blocks") as advance:
