@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
         show_json(record_of(deployment))
         return
     valid_for = deployment.fingerprint
-    show(plan_table(deployment.plan, ("(the first block)", *deployment.cuts), "starts at"))
+    show(plan_table(deployment.plan, ("(the first block)", *deployment.cuts), "starts at", has_depths=True))
     measured = "" if deployment.plan.is_measured else "; nothing was measured"
     show(f"valid for graph {valid_for.graph}, {valid_for.num_ranks} ranks, {valid_for.device}{measured}")
 

@@ -21,12 +21,14 @@ _LEAST_SHOWN = 0.001  # of a step: it is printed as 0.1 %
 _MOST_SUMMED_UP = 4  # stages that fit into a line
 
 
-def plan_table(plan: Plan, places: Sequence[str], what: str = "modules") -> Table:
+def plan_table(plan: Plan, places: Sequence[str], what: str = "modules", *, has_depths: bool = False) -> Table:
     """Returns the stages of a plan as a table; times are predicted, for one micro-batch. `places` say what each has."""
     table = Table(title=_title(plan), box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("stage", "ranks", what, "parameters", "forward +\nbackward ms", "memory", "recompute", "in\nflight"):
+    for name in ("stage", "ranks", what, "parameters", "forward +\nbackward ms", "memory", "recompute"):
         is_text = name in ("ranks", what, "recompute")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != what)
+    if has_depths:
+        table.add_column("in\nflight", justify="right")
     for number, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
         table.add_row(
             str(number),
@@ -36,7 +38,7 @@ def plan_table(plan: Plan, places: Sequence[str], what: str = "modules") -> Tabl
             f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
             readable(plan.bytes_of(stage)),
             "yes" if stage.needs_recompute else "no",
-            str(stage.in_flight),
+            *[str(stage.in_flight)] * has_depths,
         )
     return table
 
