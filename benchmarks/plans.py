@@ -89,10 +89,10 @@ def problem_of(graph: Graph, profile: Profile, num_ranks: int, share: float) -> 
         hosts=("host",) * num_ranks,
         memory_bytes=(1e15,) * num_ranks,
         speeds=(1.0,) * num_ranks,
-        local_link=device.local_link,
-        remote_link=device.remote_link,
-        all_reduce_bytes_per_second=device.local_all_reduce,
-        all_reduce_latency_seconds=device.all_reduce_latency_seconds,
+        local_link=device.local_link.cost,
+        remote_link=device.remote_link.cost,
+        all_reduce_bytes_per_second=device.all_reduce.local_bytes_per_second,
+        all_reduce_latency_seconds=device.all_reduce.latency_seconds,
         overhead_seconds=5e-5,
     )
     problem = Problem(graph, profile, cluster, BATCH, ADAM_FACTOR, optimizer_cost(device, ADAM_FACTOR))
@@ -159,8 +159,7 @@ def equal_layers(graph: Graph, num_stages: int) -> tuple[int, ...] | None:
 def balanced(weights: np.ndarray, num_stages: int) -> tuple[int, ...] | None:
     """Returns the first blocks of the stages whose greatest weight is least."""
     total = np.concatenate([[0.0], np.cumsum(weights)])
-    found = partition_chain([np.maximum(total[None, :] - total[:, None], 0.0)] * num_stages)
-    return found.starts if found else None
+    return partition_chain([np.maximum(total[None, :] - total[:, None], 0.0)] * num_stages)
 
 
 def rannc(problem: Problem) -> float:
@@ -198,10 +197,12 @@ def _rannc_choices(planner: Planner, problem: Problem, replicas: tuple[int, ...]
                 np.where(num_bytes.at(share) <= limit, work / number, np.inf)
                 for share, number in zip(shares, replicas, strict=True)
             ]
-            found = partition_chain(costs)
-            candidate = found and Candidate(found.starts, ranks, count, "textbook", "gpipe")
-            if found and candidate and planner.build(candidate):
-                yield found.objective * (count + len(replicas) - 1), candidate
+            starts = partition_chain(costs)
+            candidate = starts and Candidate(starts, ranks, count, "textbook", "gpipe")
+            if starts and candidate and planner.build(candidate):
+                pairs = itertools.pairwise([*starts, len(work) - 1])
+                greatest = max(cost[pair] for cost, pair in zip(costs, pairs, strict=True))
+                yield greatest * (count + len(replicas) - 1), candidate
 
 
 def _recompute_ways(sized: SizedProblem) -> Iterator[tuple[StageBytes[np.ndarray], np.ndarray]]:

@@ -96,7 +96,7 @@ SETTINGS = [
     Setting("mlp, replicas", "mlp", 256, "adamw", replicas(4)),
     Setting("mlp, 1f1b", "mlp", 512, "sgd", pipeline("layers.6", 8, "1f1b")),
     Setting("mlp, whole batch", "mlp", 256, "adamw", {**pipeline("layers.6", 1, "gpipe"), "inputs": "replicated"}),
-    Setting("mlp, deepest", "mlp", 512, "sgd", shared(6, 8, "deepest_first")),
+    Setting("mlp, interleaved", "mlp", 512, "sgd", shared(6, 8, "interleaved")),
     Setting("resnet, gpipe", "resnet", 32, "momentum", pipeline("blocks.3", 4, "gpipe")),
     Setting("resnet, 1f1b", "resnet", 32, "adamw", pipeline("blocks.2", 8, "1f1b")),
     Setting("lopsided, 1f1b", "lopsided", 8, "adamw", pipeline("layers.1", 4, "1f1b")),
@@ -258,8 +258,9 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, num_again: int, ou
 
 def predicting_anew(wrapped: Any, optimizer: Any, batch: tuple[Any, ...], samples: int) -> Callable[[], float]:
     """Returns what predicts the seconds of a plan that runs, by what it measures when it is called. Collective."""
+    from autovaruna.config.settings import input_groups
     from autovaruna.session.preparation import FirstCall
-    from autovaruna.session.shared_call import BatchNumbers, SharedCall, input_groups
+    from autovaruna.session.shared_call import BatchNumbers, SharedCall
 
     traced, world, settings, plan = wrapped._session.traces.latest, wrapped.world, wrapped.settings, wrapped.plan
     numbers = [BatchNumbers(samples, (), None)] * world.num_ranks

@@ -30,9 +30,8 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, progress_lines, write_error
 from autovaruna.profiler.cache import cache_of, save_measured
-from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profile
+from autovaruna.profiler.measure import lasting_parts, measure, measuring_seconds, merge, to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.profiler.roofline import measuring_seconds
 from autovaruna.session.model import find_device
 
 EXAMPLE = "autovaruna measure examples/gpt3.py:build --micro-batch-sizes 1,2,4 -o profile.json"
@@ -170,9 +169,7 @@ def measure_here(
     cache, lasting = cache_of(settings, device), lasting_parts(traced, sizes)
     known = cache.read(lasting) if cache else {}
     if device.type == "cpu":
-        with progress_lines("estimating how long measuring will take"):
-            expected = measuring_seconds(traced, target.model, sizes, known)
-        _weigh(expected, is_asked)
+        _weigh(measuring_seconds(traced, sizes, known), is_asked)
     with progress_bar("measuring") as advance:
         fresh = measure(
             traced,

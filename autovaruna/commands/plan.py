@@ -15,13 +15,12 @@ from rich.table import Table
 from torch import nn
 
 from autovaruna.commands.config import add_settings, settings_of
-from autovaruna.commands.measure import Target, load_target, measure_here
+from autovaruna.commands.measure import load_target, measure_here
 from autovaruna.commands.printing import add_json, checked_plot, columns, plot, show, show_json
 from autovaruna.commands.show import record_of
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.config.settings import BYTES, REFUSALS, Sharing
+from autovaruna.config.settings import BYTES, REFUSALS, Sharing, input_groups
 from autovaruna.errors import ConfigError
-from autovaruna.graph.traced import TracedModel
 from autovaruna.heap import keep_freed_memory
 from autovaruna.log import progress_bar, readable, status_bar
 from autovaruna.planner.deployment import SHAPING, Deployment, deployment_of, fingerprint_of, save
@@ -29,7 +28,7 @@ from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
 from autovaruna.planner.search import plan_and_choices, plan_with_sharing
-from autovaruna.planner.table import explain, plan_table, seconds
+from autovaruna.planner.table import explain, module_range, plan_table, seconds
 from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
@@ -37,9 +36,8 @@ from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.measuring import constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.measuring import optimizer_factor, problem_of, sizes_to_measure
 from autovaruna.session.memory import host_memory
-from autovaruna.session.shared_call import input_groups
 
 _CPU = torch.device("cpu")
 _MOST_ROWS = 24
@@ -56,28 +54,14 @@ _SETTINGS = (
 
 
 class Planning:
-    """One run of the plan command, with the trace and costs of `known`, a run of the same model, if it is given."""
+    """One run of the plan command."""
 
-    target: Target
-    traced: TracedModel
-    profile: Profile
-    optimizer_bytes_factor: float
-
-    def __init__(self, options: argparse.Namespace, known: Planning | None = None) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         memory = num_bytes(options.memory) if options.memory else 0
         self.settings = settings_of(options, {"memory_limit_bytes": memory} if memory else {})
         self.device = read_device(options.device) if options.device else None
         self.memory_bytes = self._find_memory()
-        self._may_share: Sharing = False
-        if known:
-            self.target, self.traced, self.profile = known.target, known.traced, known.profile
-            self.optimizer_bytes_factor, self._may_share = known.optimizer_bytes_factor, known._may_share
-        else:
-            self._read_model()
-
-    def _read_model(self) -> None:
-        options = self.options
         saved = load_measured(options.profile, Profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
         make_optimizer(options.optimizer)  # a mistake is told before the model is traced
@@ -92,26 +76,17 @@ class Planning:
     @property
     def sharing(self) -> Sharing:
         """Whether replicas share the optimizer's state, or may."""
-        return self._may_share if int(self.options.ranks) > 1 else False
+        return self._may_share if self.options.ranks > 1 else False
 
-    def on(self, num_ranks: int) -> Planning:
-        """Returns the planning of the same step, its trace, costs and samples, on another number of ranks."""
-        changed = {"ranks": num_ranks, "batch_size": self.global_batch_size}
-        return Planning(argparse.Namespace(**{**vars(self.options), **changed}), self)
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that pass the same mini-batch."""
+        return input_groups(self.settings, self.options.ranks)
 
     @cached_property
     def global_batch_size(self) -> int:
-        """Samples of a step: the option, or what each rank passes, times the ranks that pass their own."""
-        return int(self.options.batch_size) or self.target.batch_size * self._num_calls
-
-    @property
-    def _num_calls(self) -> int:
-        return 1 if self.settings.inputs == "replicated" else int(self.options.ranks)
-
-    @property
-    def num_mini_batches(self) -> int:
-        """Mini-batches of a step; each is one micro-batch or more."""
-        return min(self._num_calls, self.global_batch_size)
+        """Samples of a step: the option, or those of the call, times the mini-batches."""
+        return int(self.options.batch_size) or self.target.batch_size * len(self.groups)
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -123,9 +98,10 @@ class Planning:
             local = remote = UNKNOWN_LINK
             all_reduce, latency = UNKNOWN_LINK.bytes_per_second, 0.0
         else:
-            local, remote = device.local_link, device.remote_link
-            all_reduce = device.local_all_reduce if num_hosts == 1 else device.remote_all_reduce
-            latency = device.all_reduce_latency_seconds
+            local, remote = device.local_link.cost, device.remote_link.cost
+            rates = device.all_reduce
+            all_reduce = rates.local_bytes_per_second if num_hosts == 1 else rates.remote_bytes_per_second
+            latency = rates.latency_seconds
         return Cluster(
             hosts=tuple(f"host{rank // per_host}" for rank in range(num_ranks)),
             memory_bytes=(self.memory_bytes,) * num_ranks,
@@ -141,20 +117,9 @@ class Planning:
     @cached_property
     def problem(self) -> Problem:
         """What the planner is asked."""
-        return Problem(
-            graph=self.traced.graph,
-            profile=self.profile,
-            cluster=self.cluster,
-            global_batch_size=self.global_batch_size,
-            optimizer_bytes_factor=self.optimizer_bytes_factor,
-            optimizer_cost=optimizer_cost(self.device, self.optimizer_bytes_factor) if self.device else OptimizerCost(),
-            needs_gradient=needs_gradient(self.traced),
-            min_micro_batches_for_inputs=self.num_mini_batches,
-            constraints=constraints_of(self.settings, self.traced),
-            input_groups=input_groups(self.settings, self.options.ranks),
-            has_loss=self.traced.loss is not None,
-            delivers_outputs=self.settings.outputs == "all",
-        )
+        factor, batch = self.optimizer_bytes_factor, (self.global_batch_size, self.groups)
+        cost = optimizer_cost(self.device, factor) if self.device else OptimizerCost()
+        return problem_of(self.traced, self.settings, self.profile, self.cluster, batch, factor, cost)
 
     @property
     def plan(self) -> Plan:
@@ -167,8 +132,8 @@ class Planning:
         choices: dict[bool, list[Plan]] = {}
 
         def make(problem: Problem) -> Plan:
-            has_table = bool(getattr(self.options, "table", False))
-            found, choices[problem.shares_state] = plan_and_choices(problem, progress, has_all_rows=has_table)
+            has_all_rows = self.options.table
+            found, choices[problem.shares_state] = plan_and_choices(problem, progress, has_all_rows=has_all_rows)
             return found
 
         with status_bar() as progress:
@@ -214,7 +179,7 @@ class Planning:
         return (total or host_memory() / per_host) * (1.0 - self.settings.memory_margin)
 
     def _new_profile(self) -> Profile:
-        sizes = sizes_to_measure(self.settings, self.traced, self.global_batch_size, self.num_mini_batches)
+        sizes = sizes_to_measure(self.settings, self.traced, self.global_batch_size, len(self.groups))
         if self.device is None:
             return measure_here(self.target, sizes, self.settings, is_asked=self.options.measure)[0]
         with progress_bar("predicting blocks") as advance:
@@ -258,23 +223,21 @@ def report(planning: Planning) -> None:
         save(options.output, planning.deployment)
     pipeline = short_enough(pipeline_of(plan, graph))
     simulation = simulate(pipeline, policy_of(plan.schedule))
-    rows = shown_ranks(pipeline)
+    drawn = shown_ranks(pipeline)
     if options.plot:
-        plot(simulation, rows, options.plot)
+        plot(simulation, drawn, options.plot)
     if options.json:
         record = record_of(planning.deployment) | {"notes": planning.assumptions}
         show_json(record | ({"choices": [asdict(each) for each in choices]} if options.table else {}))
         return
     if options.table:
         show(choices_table(choices) if choices else "choices: none to list beside this plan\n")
-    table = plan_table(plan, graph)
-    if not plan.is_measured:
-        table.title = f"{table.title} (roofline)"
-    show(table)
+    show(plan_table(plan, [module_range(stage.blocks, graph) for stage in plan.stages]))
     show(explain(plan, graph))
-    longer = len(str(plan.num_ranks)) - len(str(pipeline.num_ranks))
-    drawing = render(simulation, columns=columns() - longer)
-    show("\n" + timeline(drawing, rows, _names(plan, pipeline), plan.num_ranks))
+    names = _names(plan, pipeline)
+    drawing = render(simulation, columns(), {rank: names[rank] for rank in drawn})
+    left = f"\n{len(drawn)} of {plan.num_ranks} ranks are drawn; the others are more replicas, or stages, or have none"
+    show(f"\n{drawing}{left if len(drawn) < plan.num_ranks else ''}")
     for assumption in planning.assumptions:
         show(f"note: {assumption}")
     if options.output:
@@ -316,18 +279,6 @@ def shown_ranks(plan: Pipeline) -> list[int]:
     return [firsts[round(k * (len(firsts) - 1) / (_MOST_ROWS - 1))] for k in range(_MOST_ROWS)]
 
 
-def timeline(drawing: str, rows: Sequence[int], names: Sequence[int], num_ranks: int) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out; `names` are the ranks of its rows."""
-    lines, width = drawing.splitlines(), len(f"rank {max(names)}")
-    kept = [f"{f'rank {names[row]}':<{width}} |{lines[row].split('|', 1)[1]}" for row in rows]
-    kept += lines[len(names) :]
-    if len(rows) < num_ranks:
-        kept.append(
-            f"{len(rows)} of {num_ranks} ranks are drawn; the others are more replicas, or stages, or have none"
-        )
-    return "\n".join(kept)
-
-
 def _names(plan: Plan, pipeline: Pipeline) -> Sequence[int]:
     """Returns the plan's rank for each rank of a pipeline, which may be made of every n-th replica alone."""
     if pipeline.num_ranks == plan.num_ranks:
@@ -346,12 +297,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
     add("--table", action="store_true", help="list all sensible choices, best first")
     add_json(parser)
-    add_cost_options(parser)
-
-
-def add_cost_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say what a step costs."""
-    add = parser.add_argument
     add("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
     add("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
     add("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")

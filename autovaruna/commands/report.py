@@ -22,7 +22,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.log import readable
 from autovaruna.planner.deployment import Deployment, load
 from autovaruna.planner.infeasible import ranks_text
-from autovaruna.planner.records import Plan, predicted_seconds
+from autovaruna.planner.records import Plan
 from autovaruna.planner.table import seconds
 from autovaruna.session.record import DEPLOYMENT, EVENTS
 
@@ -163,7 +163,7 @@ def _about_stages(run: RunFolder, plan: Plan) -> Iterator[str]:
             f"shorter: num_micro_batches={2 * plan.num_micro_batches}, now {plan.num_micro_batches}, or a larger batch."
         )
     if max(work) > _LONGER * fmean(work):
-        longest, planned = work.index(max(work)), predicted_seconds(plan)
+        longest, planned = work.index(max(work)), plan.work_seconds()
         stage = next((k for k, stage in enumerate(plan.stages) if longest in stage.ranks), 0)
         layers = run.attempt[0]["stages"][stage]
         is_planned = planned[longest] > _LONGER * fmean(planned.values())

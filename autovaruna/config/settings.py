@@ -193,7 +193,7 @@ class Settings:
     recompute: Literal["auto", "all", "none"] = _setting(
         choice("auto", "all", "none"), "auto", checkpointing=_RECOMPUTES
     )
-    schedule: str = _setting(choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first"), "auto")
+    schedule: str = _setting(choice("auto", "gpipe", "1f1b", "varuna", "interleaved"), "auto")
     in_flight: int = _setting(count(), 0)
     cuts: tuple[str, ...] = _setting(NAMES, ())
     cutpoints: Literal["only", "prefer", "ignore"] = _setting(choice("only", "prefer", "ignore"), "prefer")
@@ -369,6 +369,15 @@ def replicas_of(stage_ranks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], 
     number = math.gcd(*map(len, stage_ranks))
     every = (dict.fromkeys(rank for ranks in stage_ranks for rank in ranks[first::number]) for first in range(number))
     return tuple(map(tuple, every))
+
+
+def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks that pass the same mini-batch: each alone, all, or those of a replica."""
+    if settings.inputs == "replicated":
+        return (tuple(range(num_ranks)),)
+    if settings.inputs == "per_replica":
+        return replicas_of(settings.stage_ranks)
+    return tuple((rank,) for rank in range(num_ranks))
 
 
 def _contradiction(settings: Settings, first: str, second: str, advice: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
-from autovaruna.config.settings import Settings, Sharing, replicas_of
+from autovaruna.config.settings import Settings, Sharing, input_groups
 from autovaruna.errors import AutoVarunaError, DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.log import readable
@@ -44,8 +44,8 @@ _OF_OPTIMIZER = {
     "optimizer_bytes_factor": "the optimizer's state for each byte of parameters",
     "shard_optimizer": "whether replicas may share the optimizer's state",
 }
-_GONE_SCHEDULE = "zero_bubble"
-"""Files of version 0.2 may have it."""
+_GONE_SCHEDULE, _FORMER_SCHEDULES = "zero_bubble", {"deepest_first": "interleaved"}
+"""Files of version 0.2 may have them; the latter is run by another one."""
 _GONE_SETTING = "compile_stages"
 """Files of version 0.2 have it among the settings that shaped a plan."""
 _ROUNDING = 1e-6
@@ -335,6 +335,7 @@ def load(path: str | os.PathLike[str]) -> Deployment:
                 f"the deployment {path} cannot run: its schedule, {_GONE_SCHEDULE!r}, is no longer there: delete the "
                 "file to plan again"
             )
+        file.schedule = _FORMER_SCHEDULES.get(file.schedule, file.schedule)
         return _deployment(file)
     except ValueError as error:
         raise DeploymentError(
@@ -482,8 +483,7 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
 
 def complaint_of_size(plan: Plan, settings: Settings, num_samples: int) -> str:
     """Returns why a batch cannot be cut as a plan says; empty: it can."""
-    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
-    least = min(groups.get(settings.inputs, plan.num_ranks), num_samples)
+    least = min(len(input_groups(settings, plan.num_ranks)), num_samples)
     if least <= plan.num_micro_batches <= num_samples:
         return ""
     return (

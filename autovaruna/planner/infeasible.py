@@ -120,13 +120,13 @@ def _splits(sized: SizedProblem) -> Iterator[_Split]:
         ]
         most = max(share for _, share in shares)  # on top of all, since costs are no less than 0
         missing = {each: costs[each[0]] - each[1] + most for each in set(shares)}
-        split = partition_chain([missing[each] for each in shares])
-        if split:
+        starts = partition_chain([missing[each] for each in shares])
+        if starts:
             needed = {rank: process * (1 - count) for rank, count in num_held.items()}
-            for each, place in zip(ranks, pairwise([*split.starts, tables.num_segments]), strict=True):
+            for each, place in zip(ranks, pairwise([*starts, tables.num_segments]), strict=True):
                 for rank in each:
                     needed[rank] += float(costs[len(each)][place])
-            yield _Split(ranks, split.starts, needed)
+            yield _Split(ranks, starts, needed)
 
 
 def _least_bytes(sized: SizedProblem, num_replicas: int) -> Array:

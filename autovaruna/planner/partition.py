@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +26,12 @@ def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate
         before = stage_ranks[stage - 1][-1:] if stage else ()
         behind = stage_ranks[stage + 1][:1] if stage + 1 < len(stage_ranks) else ()
         costs.append(formula.seconds(ranks, num_behind, before, behind, num_held))
-    split = partition_chain(costs) or partition_chain([planner.sized(count).work] * len(costs))
-    return Candidate(split.starts, stage_ranks, count) if split else None
+    starts = partition_chain(costs) or partition_chain([planner.sized(count).work] * len(costs))
+    return Candidate(starts, stage_ranks, count) if starts else None
 
 
-@dataclass(frozen=True, slots=True)
-class ChainPartition:
-    """A split of n segments; stage s has the segments ``starts[s] .. starts[s + 1] - 1`` (the last one: to the end)."""
-
-    starts: tuple[int, ...]
-    objective: float
-
-
-def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
-    """Returns the split into stages whose greatest cost is least, or None if there is none.
+def partition_chain(stage_costs: Sequence[Array]) -> tuple[int, ...] | None:
+    """Returns the first segment of each stage in the split whose greatest cost is least, or None if there is none.
 
     Each stage has a matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
     """
@@ -56,7 +47,7 @@ def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
     starts = [0]
     for choice in choices[:0:-1]:
         starts.append(int(choice[starts[-1]]))
-    return ChainPartition(tuple(starts), float(best[0]))
+    return tuple(starts)
 
 
 def put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:

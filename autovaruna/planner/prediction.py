@@ -15,7 +15,6 @@ from autovaruna.graph.records import Graph
 from autovaruna.planner.records import Plan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import Bounds, lower_bound
-from autovaruna.schedule.check import check
 from autovaruna.schedule.pipeline import Edge, Instruction, Pipeline, Schedule, StageTimes, pairs_of
 from autovaruna.schedule.registry import POLICIES, Policy
 from autovaruna.schedule.simulation import Simulation
@@ -244,7 +243,7 @@ class RankOrders:
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.pipeline = pipeline_of(plan, graph)
         self._policy = policy_of(plan.schedule)
-        self.planned = checked(self.pipeline, self._policy)
+        self.planned = schedule_of(self.pipeline, self._policy)
 
     def along(self, dependences: Iterable[Dependence]) -> Schedule:
         """Returns the schedule of a graph with these dependences: the planned one, if they are among its own."""
@@ -257,22 +256,18 @@ class RankOrders:
             return self.planned
         pipeline = replace(self.pipeline, edges=tuple(edges.values()))
         try:
-            return checked(pipeline, self._policy)
+            return schedule_of(pipeline, self._policy)
         except ScheduleError:  # its depths were chosen for fewer messages
-            return checked(pipeline, policy_of("1f1b"))
+            return schedule_of(pipeline, policy_of("1f1b"))
 
 
-def checked(pipeline: Pipeline, policy: Policy) -> Schedule:
-    """Returns a schedule that is proven free of deadlock; of parts that run alike, or of a long one, part by part."""
+def schedule_of(pipeline: Pipeline, policy: Policy) -> Schedule:
+    """Returns a policy's schedule, which has been simulated to its end; of parts that run alike, or of a long one, part
+    by part.
+    """
     if representative(pipeline) is not pipeline:
-        return schedule_by_parts(pipeline, lambda part: _checked(part, policy))
-    return _checked(pipeline, policy)
-
-
-def _checked(pipeline: Pipeline, policy: Policy) -> Schedule:
-    schedule = simulate(pipeline, policy).schedule
-    check(schedule, pipeline)
-    return schedule
+        return schedule_by_parts(pipeline, lambda part: simulate(part, policy).schedule)
+    return simulate(pipeline, policy).schedule
 
 
 class Predictor:

@@ -148,6 +148,16 @@ class Plan:
                 seconds[rank] += stage.optimizer_seconds / speed
         return tuple(seconds)
 
+    def work_seconds(self) -> dict[int, float]:
+        """Returns what the stages of each rank compute in a step, by rank."""
+        seconds = dict.fromkeys(range(self.num_ranks), 0.0)
+        for stage in self.stages:
+            each = stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds
+            for place, rank in enumerate(stage.ranks):
+                count = len(range(place, self.num_micro_batches, len(stage.ranks)))
+                seconds[rank] += count * each / (stage.speeds[place] if stage.speeds else 1.0)
+        return seconds
+
     def rank_bytes(self) -> tuple[float, ...]:
         """Returns the predicted peak of each rank, over all stages that it holds."""
         if self.rank_memory_bytes:
@@ -197,17 +207,6 @@ class Plan:
     def groups(self) -> set[tuple[int, ...]]:
         """Returns the ranks of each stage that has replicas, which sum its gradients."""
         return {stage.ranks for stage in self.stages if len(stage.ranks) > 1}
-
-
-def predicted_seconds(plan: Plan) -> dict[int, float]:
-    """Returns what the stages of each rank compute in a step, in seconds, by rank."""
-    seconds = dict.fromkeys(range(plan.num_ranks), 0.0)
-    for stage in plan.stages:
-        each = stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds
-        for place, rank in enumerate(stage.ranks):
-            count = len(range(place, plan.num_micro_batches, len(stage.ranks)))
-            seconds[rank] += count * each / (stage.speeds[place] if stage.speeds else 1.0)
-    return seconds
 
 
 def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:

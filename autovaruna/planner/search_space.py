@@ -28,8 +28,8 @@ MAX_SEGMENTS, MAX_SEGMENTS_OF_MANY_RANKS = 400, 1000
 """Places to cut: tables over ranges have the square of this many entries; 96 stages of 400 are not even enough."""
 _MAX_COUNTS = 32
 """Of up to so many numbers of micro-batches all are tried."""
-_INTERLEAVED = ("interleaved", "deepest_first", "1f1b", "varuna")
-"""Schedules of ranks with several stages, the two made for them first."""
+_INTERLEAVED = ("interleaved", "1f1b", "varuna")
+"""Schedules of ranks with several stages, the one made for them first."""
 _MOST_ORDERS = 24
 """Of uneven ranks all orders are tried if there are no more: those of four ranks that all differ."""
 

@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from autovaruna.graph.records import Graph
 from autovaruna.log import readable
@@ -20,21 +21,24 @@ _LEAST_SHOWN = 0.001  # of a step: it is printed as 0.1 %
 _MOST_SUMMED_UP = 4  # stages that fit into a line
 
 
-def plan_table(plan: Plan, graph: Graph) -> Table:
-    """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
+def plan_table(plan: Plan, places: Sequence[str], what: str = "modules", *, has_depths: bool = False) -> Table:
+    """Returns the stages of a plan as a table; times are predicted, for one micro-batch. `places` say what each has."""
     table = Table(title=_title(plan), box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("stage", "ranks", "modules", "parameters", "forward +\nbackward ms", "memory", "recompute"):
-        is_text = name in ("ranks", "modules", "recompute")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "modules")
-    for number, stage in enumerate(plan.stages):
+    for name in ("stage", "ranks", what, "parameters", "forward +\nbackward ms", "memory", "recompute"):
+        is_text = name in ("ranks", what, "recompute")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != what)
+    if has_depths:
+        table.add_column("in\nflight", justify="right")
+    for number, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
         table.add_row(
             str(number),
             ranks_text(stage.ranks),
-            module_range(stage.blocks, graph),
+            Text(place),
             readable(stage.parameter_bytes),
             f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
             readable(plan.bytes_of(stage)),
             "yes" if stage.needs_recompute else "no",
+            *[str(stage.in_flight)] * has_depths,
         )
     return table
 
@@ -51,7 +55,8 @@ def summary(plan: Plan, graph: Graph) -> str:
 
 def _title(plan: Plan) -> str:
     title = f"{_count(plan.num_stages, 'stage')}, {_count(plan.num_micro_batches, 'micro-batch')}, {plan.schedule}"
-    return title + (f": predicted {seconds(plan.predicted_seconds)} a step" if plan.predicted_seconds else "")
+    title += f": predicted {seconds(plan.predicted_seconds)} a step" if plan.predicted_seconds else ""
+    return title + ("" if plan.is_measured else " (roofline)")
 
 
 def explain(plan: Plan, graph: Graph) -> str:

@@ -53,6 +53,8 @@ _MOST_REPEATS = 200
 _IN_FLIGHT = 3
 _MOST_CACHED_BYTES = 64 << 20  # what a run of more bytes leaves behind is in no cache, however few are in flight
 _LEAST_SHARE = 0.1  # a measured time is never cut below this share of itself, however much of it a call costs
+_RUNS = 15.0
+"""How often a block runs, forward and backward, until it and the layer that it is of have been measured once."""
 _NOISE = 1.25  # what takes this much longer than at another time was disturbed
 
 
@@ -253,6 +255,14 @@ def parts_by_key(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[
 def lasting_parts(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, MeasuredPart]:
     """Returns what is measured and costs the same in another program: operators of other libraries may change."""
     return {key: part for key, part in parts_by_key(traced, micro_batch_sizes).items() if part.is_of_torch}
+
+
+def measuring_seconds(traced: TracedModel, sizes: Sequence[int], known: Collection[Key]) -> float:
+    """Estimates how long it takes to measure what is not `known` on this CPU, from the arithmetic of blocks alone."""
+    fresh = [part for part in distinct(block_parts(traced)) if (part.signature, max(sizes)) not in known]
+    flops = sum(block.num_flops_per_sample for part in fresh for block in part.blocks)
+    flops_per_second = 4.0 * _LENGTH["cpu"] ** 3 / measure_pace(torch.device("cpu")).typical
+    return _RUNS * 3.0 * flops * sum(sizes) / flops_per_second  # a backward has twice the products of a forward
 
 
 def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -55,14 +53,14 @@ _WITHOUT_FORMULA = ("rnn", "lstm", "gru", "linalg_", "fft", "conv", "mm")
 _ALIGNED_BYTES = 16
 _CPU = torch.device("cpu")
 _DROPOUT_PLACE = 4
-_HERE = "this machine"
-_LENGTH, _PASS_BYTES, _PACE_SECONDS = 512, 64 << 20, 0.2
-_RUNS = 15.0
-"""How often a block runs, forward and backward, until it and the layer that it is of have been measured once."""
 
 
-class _Compute(msgspec.Struct, forbid_unknown_fields=True):
-    """Arithmetic of a second by dtype; other dtypes than those given count as float32."""
+class Compute(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Arithmetic of a second by dtype; other dtypes than those given count as float32.
+
+    `efficiency` is what a product of large matrices reaches of it, `unaligned_efficiency` one of 16-bit matrices whose
+    rows do not begin at multiples of 16 bytes.
+    """
 
     float32: Positive
     float64: Positive | None = None
@@ -75,64 +73,65 @@ class _Compute(msgspec.Struct, forbid_unknown_fields=True):
     efficiency: Share = 1.0
     unaligned_efficiency: Share | None = None
 
+    def rate(self, dtype: str, *, is_aligned: bool) -> float:
+        """Returns the operations a second that a product reaches."""
+        share = self.efficiency if is_aligned else self.unaligned_efficiency or self.efficiency
+        return float(getattr(self, dtype, None) or self.float32) * share
 
-class _Bandwidth(msgspec.Struct, forbid_unknown_fields=True):
+
+class Bandwidth(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Of memory, and the share of it that a pass over memory reaches."""
+
     bytes_per_second: Positive
     efficiency: Share = 1.0
 
 
-class _LinkOfDevice(msgspec.Struct, forbid_unknown_fields=True):
+class DeviceLink(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A link between two ranks."""
+
     bytes_per_second: Positive
     latency_seconds: Amount = 0.0
 
+    @property
+    def cost(self) -> LinkCost:
+        return LinkCost(self.latency_seconds, self.bytes_per_second)
 
-class _AllReduce(msgspec.Struct, forbid_unknown_fields=True):
+
+class AllReduceRates(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Bytes a second that a ring sends from each rank; the latency is for each rank that takes part."""
+
     local_bytes_per_second: Positive
     remote_bytes_per_second: Positive
     latency_seconds: Amount = 0.0
 
 
-class _DeviceFile(msgspec.Struct, forbid_unknown_fields=True):
+class DeviceSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A device and how its ranks talk, as its file says.
+
+    `name` is as torch names it: a deployment is valid for it. `fragmentation` is what its allocator takes for each byte
+    that micro-batches make and free.
+    """
+
     name: Annotated[str, msgspec.Meta(min_length=1)]
     kind: Literal["cpu", "cuda"]
-    compute: _Compute
-    memory_bandwidth: _Bandwidth
-    local_link: _LinkOfDevice
-    remote_link: _LinkOfDevice
-    all_reduce: _AllReduce
+    compute: Compute
+    memory_bandwidth: Bandwidth
+    local_link: DeviceLink
+    remote_link: DeviceLink
+    all_reduce: AllReduceRates
     memory: Any = 0
     operation_seconds: Amount = 0.0
     fragmentation: Annotated[float, msgspec.Meta(ge=1)] = 1.0
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it has; 0: the file does not say."""
+        return int(BYTES.read(self.memory))  # type: ignore[call-overload, no-any-return]
 
-@dataclass(frozen=True)
-class DeviceSpec:
-    """A device and how its ranks talk.
-
-    Attributes:
-        name: as torch names it; a deployment is valid for it.
-        flops_per_second: what a product of large matrices reaches, by dtype; one that is not named counts as float32.
-        bytes_per_second: what a pass over memory reaches.
-        memory_bytes: 0: the file does not say.
-        local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
-        all_reduce_latency_seconds: for each rank that takes part.
-        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free.
-        unaligned_share: what a product of 16-bit matrices reaches whose rows do not begin at multiples of 16 bytes.
-    """
-
-    name: str
-    kind: str
-    flops_per_second: Mapping[str, float]
-    bytes_per_second: float
-    operation_seconds: float
-    memory_bytes: int
-    local_link: LinkCost
-    remote_link: LinkCost
-    local_all_reduce: float
-    remote_all_reduce: float
-    all_reduce_latency_seconds: float
-    fragmentation: float = 1.0
-    unaligned_share: float = 1.0
+    @property
+    def bytes_per_second(self) -> float:
+        """What a pass over memory reaches."""
+        return self.memory_bandwidth.bytes_per_second * self.memory_bandwidth.efficiency
 
 
 def find_device_file(name: str) -> Path:
@@ -154,30 +153,14 @@ def read_device(name: str) -> DeviceSpec:
     """Reads the file of a device; ConfigError, with the key, if a value is missing, unknown or of the wrong kind."""
     path = find_device_file(name)
     try:
-        file = read_record(read_toml(path), _DeviceFile)
+        device = read_record(read_toml(path), DeviceSpec)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
-        memory_bytes = int(BYTES.read(file.memory))  # type: ignore[call-overload]
+        BYTES.read(device.memory)
     except REFUSALS:
-        raise ConfigError(f"{path}: memory is {shown(file.memory)}, expected {BYTES.expected}") from None
-    rates = msgspec.structs.asdict(file.compute)
-    share, unaligned = rates.pop("efficiency"), rates.pop("unaligned_efficiency")
-    return DeviceSpec(
-        name=file.name,
-        kind=file.kind,
-        flops_per_second={dtype: rate * share for dtype, rate in rates.items() if rate is not None},
-        bytes_per_second=file.memory_bandwidth.bytes_per_second * file.memory_bandwidth.efficiency,
-        operation_seconds=file.operation_seconds,
-        memory_bytes=memory_bytes,
-        local_link=LinkCost(file.local_link.latency_seconds, file.local_link.bytes_per_second),
-        remote_link=LinkCost(file.remote_link.latency_seconds, file.remote_link.bytes_per_second),
-        local_all_reduce=file.all_reduce.local_bytes_per_second,
-        remote_all_reduce=file.all_reduce.remote_bytes_per_second,
-        all_reduce_latency_seconds=file.all_reduce.latency_seconds,
-        fragmentation=file.fragmentation,
-        unaligned_share=1.0 if unaligned is None else unaligned / share,
-    )
+        raise ConfigError(f"{path}: memory is {shown(device.memory)}, expected {BYTES.expected}") from None
+    return device
 
 
 logger = logging.getLogger(__name__)
@@ -204,13 +187,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = max(num_bytes / self.device.bytes_per_second, self.device.operation_seconds)
         formula = self.formulas.get(func.overloadpacket)
         if formula is None:
-            if self.device.name != _HERE:
-                _warn_without_formula(str(func))
+            _warn_without_formula(str(func))
             return seconds
-        rates = self.device.flops_per_second
-        rate = rates.get(_dtype((args, kwargs)), rates["float32"])
-        if not all(map(_is_aligned, tensors_in((args, kwargs, result)))):
-            rate *= self.device.unaligned_share
+        is_aligned = all(map(_is_aligned, tensors_in((args, kwargs, result))))
+        rate = self.device.compute.rate(_dtype((args, kwargs)), is_aligned=is_aligned)
         return max(seconds, float(formula(*args, **kwargs, out_val=result)) / rate)
 
 
@@ -283,41 +263,6 @@ def predict(
         if on_progress is not None:
             on_progress(done + 1, len(jobs))
     return replace(to_profile(traced, costs, _CPU, has_layers=False), device=device.name, is_measured=False)
-
-
-def measuring_seconds(traced: TracedModel, model: nn.Module, sizes: Sequence[int], known: Collection[Key]) -> float:
-    """Estimates how long it takes to measure what is not `known` on this CPU; what cannot be predicted counts nothing.
-
-    By the roofline of what this machine does in about a second, for the largest size; others count by their samples.
-    """
-    largest, device = max(sizes), _this_machine({each.dtype for each in model.parameters()})
-    samples, seconds = _FakeSamples(traced, model, _CPU), 0.0
-    for part in distinct([part for part in block_parts(traced) if part.nodes]):
-        if (part.signature, largest) not in known:
-            with suppress(MeasureError):
-                cost = _predict_one(part, samples, largest, device)
-                seconds += cost.forward_seconds + cost.backward_seconds
-    return _RUNS * seconds * sum(sizes) / largest
-
-
-def _this_machine(dtypes: Collection[torch.dtype]) -> DeviceSpec:
-    """Returns what products of matrices of each dtype, and a pass over memory, reach here."""
-    rates = {}
-    for dtype in {torch.float32, *(each for each in dtypes if each.is_floating_point)}:
-        matrix = torch.ones(_LENGTH, _LENGTH, dtype=dtype)
-        rates[str(dtype).removeprefix("torch.")] = 2.0 * _LENGTH**3 * _times_a_second(partial(torch.mm, matrix, matrix))
-    passed = torch.ones(_PASS_BYTES // 8, dtype=torch.float32)
-    speed, link = _PASS_BYTES * _times_a_second(partial(torch.add, passed, 1.0)), LinkCost(0.0, 1.0)
-    return DeviceSpec(_HERE, "cpu", rates, speed, 0.0, 0, link, link, 1.0, 1.0, 0.0)
-
-
-def _times_a_second(function: Callable[[], object]) -> float:
-    function()
-    number, begin = 0, perf_counter()
-    while (seconds := perf_counter() - begin) < _PACE_SECONDS or not number:
-        function()
-        number += 1
-    return number / seconds
 
 
 def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:

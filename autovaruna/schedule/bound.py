@@ -36,44 +36,6 @@ def lower_bound(pipeline: Pipeline) -> float:
     return Bounds(pipeline).lower
 
 
-class Bounds:
-    """The bounds of one pipeline; the paths that all of them go by are found once."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.paths = pipeline, _Paths(pipeline)
-
-    @cached_property
-    def lower(self) -> float:
-        """Seconds that no schedule can beat, in-flight depths set aside."""
-        pipeline, held = self.pipeline, dict[int, list[tuple[int, int]]]()
-        for stage, times in enumerate(pipeline.stages):
-            for replica, rank in enumerate(times.ranks):
-                held.setdefault(rank, []).append((stage, replica))
-        ranks = (_rank_bound(pipeline, self.paths, mine) for mine in held.values())
-        stages = (_stage_bound(pipeline, self.paths, stage) for stage in range(pipeline.num_stages))
-        shared = self._busy_seconds() / pipeline.cores if pipeline.cores < math.inf else 0.0
-        return max(*ranks, *stages, shared)
-
-    def _busy_seconds(self) -> float:
-        """Returns what all ranks together are busy at least."""
-        pipeline, paths, work = self.pipeline, self.paths, 0.0
-        for stage, times in enumerate(pipeline.stages):
-            for replica in range(times.num_replicas):
-                each = paths.on(stage, replica)
-                backward = each.backward if pipeline.needs_gradients else 0.0
-                work += pipeline.share(stage, replica) * (each.forward + each.recompute + backward)
-        return work + (sum(pipeline.optimizer_seconds) if pipeline.needs_gradients else 0.0)
-
-    @cached_property
-    def tails(self) -> list[float]:
-        """For each rank, seconds that any schedule takes at least from its last instruction to the end."""
-        paths, tails = self.paths, [math.inf] * self.pipeline.num_ranks
-        for stage, times in enumerate(self.pipeline.stages):
-            for rank in times.ranks:
-                tails[rank] = min(tails[rank], paths.tails[stage])
-        return [tail if tail < math.inf else 0.0 for tail in tails]
-
-
 class _Work(NamedTuple):
     """The least seconds of one micro-batch on one replica."""
 
@@ -82,8 +44,8 @@ class _Work(NamedTuple):
     backward: float
 
 
-class _Paths:
-    """Longest paths from stage to stage.
+class Bounds:
+    """The bounds of one pipeline, by the longest paths from stage to stage.
 
     Attributes:
         work: of each stage, on each distinct replica.
@@ -93,41 +55,92 @@ class _Paths:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        num_stages = pipeline.num_stages
+        self.pipeline = pipeline
         self.work = [
             [_work(pipeline, s, i) for i in range(times.num_replicas if times.speeds else 1)]
             for s, times in enumerate(pipeline.stages)
         ]
-        self.forward = [min(each.forward for each in some) for some in self.work]
-        self.backward = [min(each.backward for each in some) for some in self.work]
-        self.heads = [0.0] * num_stages
+        self.heads = [0.0] * pipeline.num_stages
         self.round_trips = [min(each.recompute for each in some) for some in self.work]
-        self.tails = [0.0] * num_stages
+        self.tails = [0.0] * pipeline.num_stages
         if pipeline.needs_gradients:
             optimizers = [exact(seconds) for seconds in pipeline.optimizer_seconds]
             self.tails = [_finish_seconds(times, optimizers) for times in pipeline.stages]
-        self._find(pipeline)
+        self._follow_paths()
 
     def on(self, stage: int, replica: int) -> _Work:
+        """Returns the work of a micro-batch on a replica."""
         distinct = self.work[stage]
         return distinct[replica if len(distinct) > 1 else 0]
 
-    def _find(self, pipeline: Pipeline) -> None:
-        costs = _message_seconds(pipeline)
+    def _follow_paths(self) -> None:
+        pipeline, costs = self.pipeline, _message_seconds(self.pipeline)
+        forward = [min(each.forward for each in some) for some in self.work]
+        backward = [min(each.backward for each in some) for some in self.work]
         ascending = sorted(costs)
         for s, t in ascending:
-            self.heads[t] = max(self.heads[t], self.heads[s] + self.forward[s] + costs[s, t][0])
+            self.heads[t] = max(self.heads[t], self.heads[s] + forward[s] + costs[s, t][0])
         for s, t in reversed(ascending):
             down, up = costs[s, t]
             if up is not None:
-                trip = down + self.forward[t] + self.round_trips[t] + self.backward[t] + up
+                trip = down + forward[t] + self.round_trips[t] + backward[t] + up
                 self.round_trips[s] = max(self.round_trips[s], trip)
             if not pipeline.needs_gradients:
-                self.tails[s] = max(self.tails[s], down + self.forward[t] + self.tails[t])
+                self.tails[s] = max(self.tails[s], down + forward[t] + self.tails[t])
         for s, t in ascending:
             up = costs[s, t][1]
             if up is not None:
-                self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
+                self.tails[t] = max(self.tails[t], up + backward[s] + self.tails[s])
+
+    @cached_property
+    def lower(self) -> float:
+        """Seconds that no schedule can beat, in-flight depths set aside."""
+        pipeline, held = self.pipeline, dict[int, list[tuple[int, int]]]()
+        for stage, times in enumerate(pipeline.stages):
+            for replica, rank in enumerate(times.ranks):
+                held.setdefault(rank, []).append((stage, replica))
+        shared = self._busy_seconds() / pipeline.cores if pipeline.cores < math.inf else 0.0
+        return max(*map(self._of_rank, held.values()), *map(self._of_stage, range(pipeline.num_stages)), shared)
+
+    def _seconds(self, stage: int, replica: int) -> float:
+        """Returns what one micro-batch takes on a replica, there and back."""
+        each = self.on(stage, replica)
+        return each.forward + each.recompute + (each.backward if self.pipeline.needs_gradients else 0.0)
+
+    def _busy_seconds(self) -> float:
+        """Returns what all ranks together are busy at least."""
+        pipeline = self.pipeline
+        work = 0.0
+        for stage, times in enumerate(pipeline.stages):
+            for replica in range(times.num_replicas):
+                work += pipeline.share(stage, replica) * self._seconds(stage, replica)
+        return work + (sum(pipeline.optimizer_seconds) if pipeline.needs_gradients else 0.0)
+
+    def _of_rank(self, mine: list[tuple[int, int]]) -> float:
+        """Returns the bound of a rank with some replicas: from any one on, least head + work + least tail."""
+        best, work, tail = 0.0, 0.0, math.inf
+        for stage, replica in sorted(mine, key=lambda each: -self.heads[each[0]]):
+            if share := self.pipeline.share(stage, replica):
+                work, tail = work + share * self._seconds(stage, replica), min(tail, self.tails[stage])
+                best = max(best, self.heads[stage] + work + tail)
+        return best
+
+    def _of_stage(self, stage: int) -> float:
+        if not self.pipeline.needs_gradients:
+            return 0.0
+        first = self.on(stage, 0)
+        others = (self.pipeline.share(stage, 0) - 1) * max(first.forward, first.backward)
+        trip = self.heads[stage] + first.forward + self.round_trips[stage] + first.backward
+        return trip + others + self.tails[stage]
+
+    @cached_property
+    def rank_tails(self) -> list[float]:
+        """For each rank, seconds that any schedule takes at least from its last instruction to the end."""
+        tails = [math.inf] * self.pipeline.num_ranks
+        for stage, times in enumerate(self.pipeline.stages):
+            for rank in times.ranks:
+                tails[rank] = min(tails[rank], self.tails[stage])
+        return [tail if tail < math.inf else 0.0 for tail in tails]
 
 
 def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
@@ -171,27 +184,3 @@ def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, .
             return set()
         links.add(pipeline.links(a, b))
     return links
-
-
-def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:
-    """Returns the bound of a rank: over its stages from any one on, least head + work + least tail.
-
-    `mine` are its stages and replicas.
-    """
-    best, work, tail = 0.0, 0.0, math.inf
-    for stage, replica in sorted(mine, key=lambda each: -paths.heads[each[0]]):
-        share, each = pipeline.share(stage, replica), paths.on(stage, replica)
-        seconds = each.forward + each.recompute + (each.backward if pipeline.needs_gradients else 0.0)
-        if share:
-            work, tail = work + share * seconds, min(tail, paths.tails[stage])
-            best = max(best, paths.heads[stage] + work + tail)
-    return best
-
-
-def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
-    if not pipeline.needs_gradients:
-        return 0.0
-    first = paths.on(stage, 0)
-    others = (pipeline.share(stage, 0) - 1) * max(first.forward, first.backward)
-    trip = paths.heads[stage] + first.forward + paths.round_trips[stage] + first.backward
-    return trip + others + paths.tails[stage]

@@ -11,7 +11,6 @@ from itertools import accumulate, cycle, islice
 
 from autovaruna.profiler.records import LinkCost
 
-MOST_CELLS = 8
 TICKS_PER_SECOND = 2.0**40
 
 
@@ -43,22 +42,6 @@ class Instruction:
 
 
 Schedule = tuple[tuple[Instruction, ...], ...]
-
-
-def grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Returns the schedule as text: of each rank, some instructions around the position that is to be ``>marked<``.
-
-    The end of the row is a position too.
-    """
-    rows, marks = [], marks or {}
-    for rank, row in enumerate(schedule):
-        cells, mark = [*map(str, row), "end"], marks.get(rank, 0)
-        if rank in marks:
-            cells[mark] = f">{cells[mark]}<"
-        first, last = max(0, mark - MOST_CELLS), mark + MOST_CELLS + 1
-        shown = ["..."] * (first > 0) + cells[first:last] + ["..."] * (last < len(cells))
-        rows.append(f"rank {rank} | {' '.join(shown)}")
-    return "\n".join(rows)
 
 
 def slices(mini_batch_sizes: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:

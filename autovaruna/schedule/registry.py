@@ -49,10 +49,6 @@ class Policy(ABC):
         backward = (1 + self.recomputes(pipeline, s) for s in stages)
         return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))
 
-    def explain(self) -> str:
-        """Returns the error of a policy that left all ranks waiting."""
-        return f"policy {self.name} waits on every rank; a policy must pick something that may run"
-
 
 def first(replicas: Sequence[Replica], kind: Kind) -> Choice | None:
     """Chooses the first stage that may run an instruction of a kind."""
@@ -84,14 +80,6 @@ def pick_in_turn(
         if replica.can_recompute:
             return replica, RECOMPUTE
     return None
-
-
-def num_in_flight(replicas: Sequence[Replica]) -> int:
-    """Returns how many forwards a rank has not yet gone backward for, over all its stages."""
-    held = 0
-    for each in replicas:
-        held += each.forwards - each.backwards
-    return held
 
 
 def _backward(replica: Replica) -> Choice:
@@ -227,30 +215,7 @@ def _is_ahead(replicas: Sequence[Replica], num_rounds: int) -> bool:
     deepest = replicas[0]
     longest = -(-deepest.num_micro_batches // num_rounds)
     needed = 1 + (len(replicas) - 1) * longest + 2 * deepest.num_later
-    return num_in_flight(replicas) >= needed
+    return sum([each.forwards - each.backwards for each in replicas]) >= needed
 
 
-class DeepestFirst(Policy):
-    """Runs forwards until the rank, over all its stages, is as far ahead as its backwards need; then both in turn.
-
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0  .  2B2 2F3 0B1  .  2B3 0B2 0B3
-        rank 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 3F2 3B2 1F3 1B1 3F3 3B3 1B2 1B3  .
-
-    In 1F1B each stage takes turns by itself, which leaves ranks with several stages idle. Here the turn is the rank's:
-    a backward comes first once the rank holds as many micro-batches in flight as its first stage may, or as it runs
-    forwards until the first gradient reaches its last stage (one for each stage from its first to its last, two for
-    each one behind). Of several stages the deepest goes first. Each stage still keeps to its own depth. Where stages
-    recompute, or differ much, this is often faster than `interleaved`.
-    """
-
-    name = "deepest_first"
-
-    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        deepest, first = replicas[0], replicas[-1]
-        needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
-        return pick_in_turn(replicas, replicas, is_turn=num_in_flight(replicas) >= max(needed, first.depth))
-
-
-POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (GPipe(), OneFOneB(), VarunaPolicy(), Interleaved(), DeepestFirst())
-}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (GPipe(), OneFOneB(), VarunaPolicy(), Interleaved())}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Kind, Pipeline, seconds_of
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, Kind, Pipeline, seconds_of, work_seconds
 
 
 class Inbox:
@@ -35,7 +34,7 @@ class Replica:
     Attributes:
         index, stride: which of how many replicas of the stage; its k-th micro-batch is ``k * stride + index``.
         num_micro_batches, num_later: how many are its own, and how many stages follow its own.
-        depth: most forwards not yet backwarded; `peak` the most there were.
+        depth: most forwards not yet backwarded.
         forwards, recomputes, backwards: how many of each were started.
         can_forward, can_recompute, can_backward: whether the next one of each may start now; `can_start`: any of them.
         has_gradient: whether the gradients of the next backward are here.
@@ -48,28 +47,21 @@ class Replica:
     __slots__ = (
         "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_start", "depth", "forwards",
         "gradients", "has_gradient", "index", "is_full", "is_recomputed", "known_until", "needs_gradients",
-        "needs_recompute", "num_later", "num_micro_batches", "peak", "rank", "recomputes", "seconds", "stage", "stride",
+        "needs_recompute", "num_later", "num_micro_batches", "rank", "recomputes", "seconds", "stage", "stride",
     )  # fmt: skip
 
     def __init__(
-        self,
-        rank: int,
-        stage: int,
-        index: int,
-        stride: int,
-        num_micro_batches: int,
-        activations: Inbox,
-        gradients: Inbox,
+        self, pipeline: Pipeline, stage: int, index: int, num_messages: tuple[int, int], depth: int, recomputes: bool
     ) -> None:
-        self.rank, self.stage, self.index, self.stride = rank, stage, index, stride
-        self.num_micro_batches = num_micro_batches
-        self.num_later = 0
-        self.depth = num_micro_batches
-        self.needs_gradients = True
-        self.needs_recompute = False
-        self.seconds: Mapping[Kind, float] = {}
-        self.activations, self.gradients = activations, gradients
-        self.forwards = self.recomputes = self.backwards = self.peak = 0
+        """Waits for so many messages before a forward, and before a backward."""
+        ranks = pipeline.stages[stage].ranks
+        self.rank, self.stage, self.index, self.stride = ranks[index], stage, index, len(ranks)
+        self.num_micro_batches = pipeline.share(stage, index)
+        self.num_later = pipeline.num_stages - 1 - stage
+        self.needs_gradients, self.needs_recompute, self.depth = pipeline.needs_gradients, recomputes, depth
+        self.seconds = work_seconds(pipeline, stage, index)
+        self.activations, self.gradients = (Inbox(self.num_micro_batches, number) for number in num_messages)
+        self.forwards = self.recomputes = self.backwards = 0
         self.can_forward = self.can_recompute = self.can_backward = self.can_start = False
         self.has_gradient = self.is_full = self.is_recomputed = False
         self.known_until = 0.0
@@ -86,16 +78,6 @@ class Replica:
         """Whether all forwards, and all backwards if there are any, were started."""
         n = self.num_micro_batches
         return self.forwards == n and (self.backwards == n or not self.needs_gradients)
-
-    def may_start(self, kind: Kind, micro_batch: int) -> bool:
-        """Returns whether the next instruction of this kind is for `micro_batch` and may start now."""
-        if kind is FORWARD:
-            may, k = self.can_forward, self.forwards
-        elif kind is BACKWARD:
-            may, k = self.can_backward, self.backwards
-        else:
-            may, k = self.can_recompute, self.recomputes
-        return may and k * self.stride + self.index == micro_batch
 
     def refresh(self, now: float) -> None:
         """Finds what may start at `now`; called when the rank is idle, and `known_until` has come."""
@@ -122,8 +104,6 @@ class Replica:
         self.known_until = 0.0
         if kind is FORWARD:
             self.forwards += 1
-            if self.needs_gradients and self.forwards - self.backwards > self.peak:
-                self.peak = self.forwards - self.backwards
             return self.forwards - 1
         if kind is BACKWARD:
             self.backwards += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,8 +14,7 @@ from autovaruna.schedule.replica import Replica
 
 Act = tuple[float, float, Replica, Kind, int]
 """One instruction as the simulator notes it: start, end, replica, kind, k."""
-FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<"}
-MEANINGS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+_FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<"}
 _NARROWEST, _WIDEST = 50, 100
 """Characters for a step where lines have to fit."""
 
@@ -86,13 +85,11 @@ class Simulation:
 
     Attributes:
         step_seconds: from the first instruction to the end of the last rank.
-        peak_in_flight: ``[s][i]`` the most forwards not yet backwarded that replica i of stage s held.
         overhead_seconds: within each instruction.
         optimizer_seconds: of each rank, after its last instruction and reduction.
     """
 
     step_seconds: float
-    peak_in_flight: tuple[tuple[int, ...], ...]
     reductions: tuple[AllReduce, ...]
     acts: tuple[list[Act], ...]
     overhead_seconds: float
@@ -197,27 +194,23 @@ def on_shared_cores(simulation: Simulation, cores: float) -> Simulation:
     )
 
 
-def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str:
+def render(simulation: Simulation, columns: int, names: Mapping[int, int] | None = None) -> str:
     """Returns a timeline: one row a rank, time to the right, and what share of the step the rank lost to what.
 
-    A step has `width` characters, or a line has `columns` of them; where those are few the shares are left out.
+    A line has so many columns; where those are few the shares are left out. With `names`, by rank, these ranks alone
+    are drawn, under other numbers.
     """
-    shares = [f" {_shares(lost)}" for lost in simulation.lost]
-    margin = len(f"rank {len(shares) - 1}")
-    if columns:
-        room = columns - margin - len(" ||")
-        width = min(room - max(map(len, shares)), _WIDEST)
-        if width < _NARROWEST:
-            width, shares = max(min(room, _WIDEST), 1), [""] * len(shares)
-    lines = [
-        f"{f'rank {rank}':<{margin}} |{''.join(row)}|{share}"
-        for rank, (row, share) in enumerate(zip(_rows(simulation, width), shares, strict=True))
-    ]
-    return "\n".join([*lines, f"step {simulation.step_seconds:.6g} s    {_legend(simulation)}"])
-
-
-def _legend(simulation: Simulation) -> str:
-    return "  ".join(f"{FILL[kind]} {meaning}" for kind, meaning in MEANINGS.items()) + "  + all-reduce  . idle"
+    names = dict(enumerate(range(len(simulation.acts)))) if names is None else names
+    shares = {rank: f" {_shares(simulation.lost[rank])}" for rank in names}
+    margin = len(f"rank {max(names.values())}")
+    room = columns - margin - len(" ||")
+    width = min(room - max(map(len, shares.values())), _WIDEST)
+    if width < _NARROWEST:
+        width, shares = max(min(room, _WIDEST), 1), dict.fromkeys(names, "")
+    rows = _rows(simulation, width)
+    lines = [f"{f'rank {names[rank]}':<{margin}} |{''.join(rows[rank])}|{shares[rank]}" for rank in names]
+    meanings = "  ".join(f"{fill} {kind.name.lower()}" for kind, fill in _FILL.items())
+    return "\n".join([*lines, f"step {simulation.step_seconds:.6g} s    {meanings}  + all-reduce  . idle"])
 
 
 def _rows(simulation: Simulation, width: int) -> list[list[str]]:
@@ -228,7 +221,7 @@ def _rows(simulation: Simulation, width: int) -> list[list[str]]:
             _paint(rows[rank], reduction.start_seconds * columns, reduction.end_seconds * columns, "+")
     for event in simulation.events:
         start, end = event.start_seconds * columns, event.end_seconds * columns
-        _paint(rows[event.rank], start, end, FILL[event.instruction.kind], str(event.instruction))
+        _paint(rows[event.rank], start, end, _FILL[event.instruction.kind], str(event.instruction))
     return rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import chain
@@ -17,59 +16,11 @@ from autovaruna.schedule.pipeline import (
     TICKS_PER_SECOND,
     Kind,
     Pipeline,
-    Schedule,
     exact,
-    grid,
-    work_seconds,
 )
-from autovaruna.schedule.registry import Choice, Policy
-from autovaruna.schedule.replica import Inbox, Lines, RankLine, Replica, Route, Wires
+from autovaruna.schedule.registry import Policy
+from autovaruna.schedule.replica import Lines, RankLine, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, AllReduce, Simulation, ends_of, on_shared_cores
-
-
-class FixedOrder(Policy):
-    """Runs each rank's instructions in the order of a schedule, waiting for each."""
-
-    name = "fixed"
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.positions = [0] * len(schedule)
-        self.recomputing = {act.stage for row in schedule for act in row if act.kind is Kind.RECOMPUTE}
-
-    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        rank = replicas[0].rank
-        if self.positions[rank] == len(self.schedule[rank]):
-            return None
-        wanted = self.schedule[rank][self.positions[rank]]
-        for replica in replicas:
-            if replica.stage == wanted.stage and replica.may_start(wanted.kind, wanted.micro_batch):
-                self.positions[rank] += 1
-                return replica, wanted.kind
-        return None
-
-    def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
-        return pipeline.num_micro_batches  # the schedule says how many are in flight
-
-    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
-        return stage in self.recomputing
-
-    def explain(self) -> str:
-        marked = grid(self.schedule, dict(enumerate(self.positions)))
-        return f"the schedule never ends; each rank waits at the mark:\n{marked}"
-
-
-def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_messages: int) -> Replica:
-    """Returns a replica that waits for so many messages before a forward, and so many before a backward."""
-    ranks, share = pipeline.stages[stage].ranks, pipeline.share(stage, index)
-    replica = Replica(ranks[index], stage, index, len(ranks), share, *(Inbox(share, each) for each in num_messages))
-    replica.needs_gradients = pipeline.needs_gradients
-    replica.num_later = pipeline.num_stages - 1 - stage
-    if pipeline.needs_gradients:
-        replica.depth = policy.depth(pipeline, stage, index)
-        replica.needs_recompute = policy.recomputes(pipeline, stage)
-    replica.seconds = work_seconds(pipeline, stage, index)
-    return replica
 
 
 def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[AllReduce, ...]:
@@ -123,19 +74,6 @@ def simulate_below(
     return found, sum(map(len, simulator.acts))
 
 
-def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
-    """Simulates one step with the order of instructions given; the plan's in-flight depth is not enforced.
-
-    Raises:
-        ScheduleError: the schedule cannot run to its end.
-    """
-    policy = FixedOrder(schedule)
-    simulation = _Simulator(pipeline, policy).run()
-    if policy.positions != list(map(len, schedule)):
-        raise ScheduleError(policy.explain())
-    return simulation
-
-
 class _TooLongError(Exception):
     """Ends a simulation whose step takes too long."""
 
@@ -158,7 +96,7 @@ class _Simulator:
         activations = Counter([edge.destination for edge in pipeline.edges])
         gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
         self.stages = [
-            [_replica(pipeline, policy, s, i, activations[s], gradients[s]) for i in range(times.num_replicas)]
+            [self._replica(s, i, (activations[s], gradients[s])) for i in range(times.num_replicas)]
             for s, times in enumerate(pipeline.stages)
         ]
         self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
@@ -168,11 +106,16 @@ class _Simulator:
         self.latest = [below] * pipeline.num_ranks  # starts of a rank's next instruction: its work and its tail follow
         if bounds:
             work = [sum(replica.work_seconds for replica in replicas) for replicas in self.by_rank]
-            pairs = zip(work, bounds.tails, strict=True)
+            pairs = zip(work, bounds.rank_tails, strict=True)
             self.latest = [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in pairs]
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
         self.queue = [(0.0, rank) for rank, replicas in enumerate(self.by_rank) if replicas]
+
+    def _replica(self, stage: int, index: int, num_messages: tuple[int, int]) -> Replica:
+        pipeline, policy = self.pipeline, self.policy
+        depth = policy.depth(pipeline, stage, index) if pipeline.needs_gradients else pipeline.num_micro_batches
+        return Replica(pipeline, stage, index, num_messages, depth, policy.recomputes(pipeline, stage))
 
     def _routes(self) -> dict[Kind, list[list[Route]]]:
         pipeline, stages = self.pipeline, self.stages
@@ -196,7 +139,8 @@ class _Simulator:
             for rank in sorted(idle) if len(idle) > 1 else idle:
                 self._choose(rank, now)
         if not all(replica.is_done for stage in self.stages for replica in stage):
-            raise ScheduleError(self.policy.explain())
+            name = self.policy.name
+            raise ScheduleError(f"policy {name} waits on every rank; a policy must pick something that may run")
         return self._result()
 
     def _happen(self, now: float) -> set[int]:
@@ -254,7 +198,6 @@ class _Simulator:
         optimizer = tuple(exact(seconds) for seconds in optimizer)
         found = Simulation(
             step_seconds=max(end + seconds for end, seconds in zip(ends, optimizer, strict=True)),
-            peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.stages),
             reductions=reduced,
             acts=self.acts,
             overhead_seconds=exact(pipeline.overhead_seconds),

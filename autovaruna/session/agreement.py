@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autovaruna.config.settings import Settings
+from autovaruna.config.settings import Settings, input_groups
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
@@ -26,7 +26,7 @@ from autovaruna.session.batch_values import ValuesOfBatch, WholeBatch, micro_bat
 from autovaruna.session.model import WrappedModel, on_own_gpu
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
-from autovaruna.session.shared_call import BatchNumbers, SharedCall, digest, input_groups
+from autovaruna.session.shared_call import BatchNumbers, SharedCall, digest
 from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import replaced
+from autovaruna.config.settings import input_groups
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import HAS_UNFINISHED
 from autovaruna.graph.methods import own_calls
 from autovaruna.log import warn_once
 from autovaruna.planner.records import Plan
 from autovaruna.session.run import Run
-from autovaruna.session.shared_call import input_groups
 
 logger = logging.getLogger(__name__)
 _FULL = "full_attention"

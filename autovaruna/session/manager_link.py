@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from autovaruna.elastic.snapshot import HasPosition, Snapshots
 from autovaruna.errors import CheckpointError, ConfigError
 from autovaruna.interception.ending import has_signal
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
-from autovaruna.planner.records import Plan, predicted_seconds
+from autovaruna.planner.records import Plan
 from autovaruna.ranks.world import World
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class ManagerLink:
     def begin_call(self, step: int, work_seconds: float, plan: Plan | None) -> None:
         """Reports that a call begins, with the number of the state and the seconds of computing here so far."""
         if plan is not None and self._world.rank == 0:
-            self._reporter.predict(partial(predicted_seconds, plan))
+            self._reporter.predict(plan.work_seconds)
         self._reporter.begin_call(step, has_signal(), work_seconds)
 
     def end_call(self) -> None:

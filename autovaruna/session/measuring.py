@@ -7,12 +7,11 @@ now another. Parts that take longer than the budget even if each runs once are m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import fmean, median, median_high, median_low
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,16 +108,6 @@ def _where_alike(speeds: Sequence[float]) -> float:
     return median(speeds) if is_slower or is_faster else 1.0
 
 
-class Turn(NamedTuple):
-    """What a rank measures at a time."""
-
-    share: tuple[int, int]  # (k, num_ranks): this rank measures every num_ranks-th part from the k-th
-    iterations: int  # samples of each measurement
-    budget_seconds: float  # after which each part is sampled once only
-    place: int  # which turn this is
-    num_turns: int
-
-
 @dataclass(frozen=True)
 class MeasuredModel:
     """A model that is measured by all ranks."""
@@ -138,46 +127,42 @@ class MeasuredModel:
     ) -> dict[Key, PartCost]:
         """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, the same on all. Collective."""
 
-        def measure_own(turn: Turn) -> dict[Key, PartCost]:
-            return measure(
-                *(self.traced, self.model, sizes, self.watch.device),
-                iterations=turn.iterations,
-                budget_seconds=turn.budget_seconds,
-                share=turn.share,
+        world, found, started = self.watch.world, [], perf_counter()
+        num_turns = min(MOST_TURNS, self.settings.profile_iterations)
+        for place in range(num_turns):
+            self.watch.sample()
+
+            def tell(done: int, total: int, place: int = place) -> None:
+                advance(place * total + done, num_turns * total)
+
+            measure_own = partial(
+                measure,
+                self.traced,
+                self.model,
+                sizes,
+                self.watch.device,
+                iterations=-(-self.settings.profile_iterations // num_turns),
+                budget_seconds=BUDGET_SECONDS / num_turns,
+                share=((world.rank + place) % world.num_ranks, world.num_ranks),  # the parts that the next rank had
                 known=known,
                 inputs=self.tensors,
-                on_progress=lambda done, total: advance(turn.place * total + done, turn.num_turns * total),
+                on_progress=tell,
             )
+            found.append(gather_on_all(world, measure_own, "measuring"))
+            if world.broadcast_object(perf_counter() - started > BUDGET_SECONDS, 0, "measuring"):
+                break
+        self.watch.sample()
+        joined = [self._at_speed_1(of_ranks) for of_ranks in found]
+        logger.debug("measured %d parts of a model of %d blocks", len(joined[0]), len(self.traced.graph.blocks))
+        return {key: settle([turn[key] for turn in joined]) for key in joined[0]}
 
-        costs = measure_together(self.watch, self.settings.profile_iterations, measure_own)
-        logger.debug("measured %d parts of a model of %d blocks", len(costs), len(self.traced.graph.blocks))
-        return costs
-
-
-def measure_together(
-    watch: SpeedWatch, iterations: int, measure_own: Callable[[Turn], dict[Key, PartCost]]
-) -> dict[Key, PartCost]:
-    """Measures `iterations` samples of each part, by turns as far as the budget goes, on all ranks. Collective."""
-    world, found, started = watch.world, [], perf_counter()
-    num_turns = min(MOST_TURNS, iterations)
-    for place in range(num_turns):
-        watch.sample()
-        share = (world.rank + place) % world.num_ranks, world.num_ranks  # the parts that the next rank had
-        turn = Turn(share, -(-iterations // num_turns), BUDGET_SECONDS / num_turns, place, num_turns)
-        found.append(gather_on_all(world, partial(measure_own, turn), "measuring"))
-        if world.broadcast_object(perf_counter() - started > BUDGET_SECONDS, 0, "measuring"):
-            break
-    watch.sample()
-    speeds = watch.speeds_of_samples()
-    joined = [  # in seconds of a rank of speed 1
-        {
+    def _at_speed_1(self, of_ranks: Sequence[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:
+        """Returns what all ranks have measured in a turn, in seconds of a rank of speed 1."""
+        return {
             key: cost.with_seconds(*(speed * seconds for seconds in cost.seconds))
-            for costs, speed in zip(of_ranks, speeds, strict=True)
+            for costs, speed in zip(of_ranks, self.watch.speeds_of_samples(), strict=True)
             for key, cost in costs.items()
         }
-        for of_ranks in found
-    ]
-    return {key: settle([turn[key] for turn in joined]) for key in joined[0]}
 
 
 def needs_gradient(traced: TracedModel) -> bool:
@@ -223,17 +208,32 @@ def measured_problem(
         profile = measured_profile(subject, sizes)
         cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
         step_cost = optimizer_cost(optimizer, watch.world, watch.device)
+    batch = shared.global_batch_size, shared.groups
+    return problem_of(traced, settings, profile, cluster, batch, optimizer_bytes_factor, step_cost)
+
+
+def problem_of(
+    traced: TracedModel,
+    settings: Settings,
+    profile: Profile,
+    cluster: Cluster,
+    batch: tuple[int, tuple[tuple[int, ...], ...]],
+    optimizer_bytes_factor: float,
+    optimizer_cost: OptimizerCost,
+) -> Problem:
+    """Returns what the planner is asked; `batch` is the global batch's samples, and the ranks that pass each part."""
+    global_batch_size, groups = batch
     return Problem(
         graph=traced.graph,
         profile=profile,
         cluster=cluster,
-        global_batch_size=shared.global_batch_size,
+        global_batch_size=global_batch_size,
         optimizer_bytes_factor=optimizer_bytes_factor,
-        optimizer_cost=step_cost,
+        optimizer_cost=optimizer_cost,
         needs_gradient=needs_gradient(traced),
-        min_micro_batches_for_inputs=fewest,
+        min_micro_batches_for_inputs=min(len(groups), global_batch_size),
         constraints=constraints_of(settings, traced),
-        input_groups=shared.groups,
+        input_groups=groups,
         has_loss=traced.loss is not None,
         delivers_outputs=settings.outputs == "all",
     )

@@ -36,7 +36,7 @@ from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan, plan_with_sharing
-from autovaruna.planner.table import explain, plan_table, summary
+from autovaruna.planner.table import explain, module_range, plan_table, summary
 from autovaruna.profiler.measure import device_name
 from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
 from autovaruna.runtime.optimizer import sharing_of
@@ -284,6 +284,6 @@ def _report(plan: Plan, traced: TracedModel, num_samples: int, sharing: Sharing,
     if logger.isEnabledFor(logging.DEBUG):
         console = Console(width=110, file=io.StringIO())
         with console.capture() as capture:
-            console.print(plan_table(plan, graph))
+            console.print(plan_table(plan, [module_range(stage.blocks, graph) for stage in plan.stages]))
         lines = explain(plan, graph) + (f"\nbatch norm      counts over {norms}" if norms else "")
         logger.debug("the plan in full:\n%s\n%s", capture.get().rstrip(), lines)

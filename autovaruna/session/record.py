@@ -19,11 +19,12 @@ import torch
 
 from autovaruna.config.files import check_writable
 from autovaruna.elastic.notices import EventLog
+from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.table import module_range
 from autovaruna.ranks.world import on_all
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.schedule.simulation import StepSeconds
-from autovaruna.schedule.simulator import replay
+from autovaruna.schedule.simulator import simulate
 from autovaruna.session.preparation import Prepared
 from autovaruna.session.run import Run
 
@@ -98,7 +99,7 @@ def start_trace(run: Run, model: str, prepared: Prepared) -> EventTrace | None:
     if not (settings.trace_events or is_recorded):
         return None
     path = str(Path(settings.report_dir if is_recorded else "", settings.trace_events_file))
-    predicted = replay(pipeline, prepared.orders.planned)
+    predicted = simulate(pipeline, policy_of(prepared.plan.schedule))
     trace = EventTrace(path, run.world, predicted, pipeline.edges)
     trace.num_steps_left = math.inf if settings.trace_events else _NUM_TRACED_STEPS
     if is_recorded:

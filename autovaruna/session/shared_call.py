@@ -13,7 +13,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.key_values import KeptTensor
 
@@ -77,15 +76,6 @@ class SharedCall:
 def tokens_of(inputs: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
     """Returns the tokens of a sample: the length of the first input of whole numbers (batch, length); 0: none."""
     return next((shape[1] for shape, dtype in inputs if len(shape) == 2 and dtype in (torch.int64, torch.int32)), 0)
-
-
-def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks that pass the same mini-batch: each alone, all, or those of a replica."""
-    if settings.inputs == "replicated":
-        return (tuple(range(num_ranks)),)
-    if settings.inputs == "per_replica":
-        return replicas_of(settings.stage_ranks)
-    return tuple((rank,) for rank in range(num_ranks))
 
 
 def digest(tensor: Tensor, is_whole: bool = True) -> int:

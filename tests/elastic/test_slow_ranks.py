@@ -15,7 +15,6 @@ from autovaruna.elastic import slow_ranks as module
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.slow_ranks import Place, Recovered, Slow, SlowRanks, Speeds
 from autovaruna.planner.prediction import pipeline_of, policy_of
-from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_problem
@@ -117,7 +116,7 @@ def test_the_predicted_seconds_are_those_of_the_simulated_step(num_ranks: int):
         sum(act[1] - act[0] for act in acts)
         for acts in simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule)).acts
     ]
-    assert predicted_seconds(plan) == pytest.approx(dict(enumerate(busy)))
+    assert plan.work_seconds() == pytest.approx(dict(enumerate(busy)))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])

@@ -28,7 +28,7 @@ SLOW = LinkCost(2e-3, 1e6)
 Ranks = tuple[tuple[int, ...], ...]
 Options = tuple[Option, ...]
 ONE_A_RANK = ("1f1b", "varuna", "gpipe")
-INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved", "deepest_first")
+INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved")
 
 
 def orders(problem: Problem, num_stages: int) -> Iterator[Ranks]:

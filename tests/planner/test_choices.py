@@ -72,7 +72,7 @@ def test_micro_batches_of_one_sample_are_a_row_where_replicas_do_not_divide_the_
 def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
     plan = make_plan(make_problem(8, 4, 12, num_stages=3))
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(plan_table(plan, make_graph(8)))
+    console.print(plan_table(plan, [module_range(stage.blocks, make_graph(8)) for stage in plan.stages]))
     text = console.export_text()
     assert "3 stages" in text
     assert f"{plan.stages[1].forward_seconds * 1e3:.3g} + {plan.stages[1].backward_seconds * 1e3:.3g}" in text

@@ -56,7 +56,7 @@ def test_comes_back_as_it_was_and_a_person_can_read_it(path: Path, deployment: D
     assert str(path.parent) not in path.read_text()
 
 
-def test_a_file_of_a_version_that_split_backwards_is_read_unless_it_does(path: Path) -> None:
+def test_a_file_of_a_version_with_other_schedules_is_read_unless_backwards_are_split(path: Path) -> None:
     def as_before(content: dict[str, Any]) -> None:
         for stage in content["stages"]:
             stage["deferred"] = 0
@@ -67,6 +67,8 @@ def test_a_file_of_a_version_that_split_backwards_is_read_unless_it_does(path: P
     known = load(path)
     edit(path, as_before)
     assert load(path).plan.stages == known.plan.stages
+    edit(path, lambda content: content.update(schedule="deepest_first"))
+    assert load(path).plan.schedule == "interleaved"
     edit(path, lambda content: content.update(schedule="zero_bubble"))
     with pytest.raises(DeploymentError, match="'zero_bubble', is no longer there: delete the file to plan again"):
         load(path)

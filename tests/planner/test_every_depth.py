@@ -15,7 +15,7 @@ from tests.products import some
 
 SCHEDULES = {
     "single": ("auto", "auto", "auto", "1f1b", "varuna", "gpipe"),
-    "shared": ("auto", "auto", "1f1b", "varuna", "interleaved", "deepest_first", "gpipe"),
+    "shared": ("auto", "auto", "1f1b", "varuna", "interleaved", "gpipe"),
 }
 _LINKS = LinkCost(1e-5, 1e10), LinkCost(2e-3, 1e6), LinkCost(1e-4, 1e7)
 _FULL_BYTES = {

@@ -15,12 +15,12 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.prediction import policy_of, schedule_by_parts
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.check import check
 from autovaruna.schedule.pipeline import Edge, Pipeline, Schedule, StageTimes
 from autovaruna.schedule.simulator import simulate
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem, on_cluster
 from tests.products import WHOLE, some
+from tests.schedule.pipelines import assert_rules
 
 
 @pytest.mark.parametrize("seed", some(range(8), 4))
@@ -77,7 +77,7 @@ def test_parts_that_run_beside_each_other_are_ordered_by_themselves(ranks: Any, 
         return simulate(part, policy_of(policy)).schedule
 
     schedule = schedule_by_parts(pipeline, schedule_of)
-    check(schedule, pipeline)
+    assert_rules(schedule, pipeline)
     assert schedule == simulate(pipeline, policy_of(policy)).schedule
     assert max(sizes) < num_ranks and len(sizes) <= 2
 

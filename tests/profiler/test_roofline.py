@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.facts import flop_counter
 from autovaruna.profiler import bytes
-from autovaruna.profiler.records import LinkCost
-from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict
+from autovaruna.profiler.roofline import (
+    AllReduceRates,
+    Bandwidth,
+    Compute,
+    DeviceLink,
+    DeviceSpec,
+    optimizer_cost,
+    predict,
+)
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.products import some
 from tests.profiler.models import WIDTH, Mlp, on_cpu, profile, traced, traced_case
 
-LINK = LinkCost(1e-6, 1e10)
-SPEC = DeviceSpec("test", "cpu", {"float32": 1e12}, 1e11, 0.0, 0, LINK, LINK, 1e10, 1e10, 0.0)
-COMPUTE = replace(SPEC, bytes_per_second=1e30)
+LINK = DeviceLink(1e10, 1e-6)
+SPEC = DeviceSpec("test", "cpu", Compute(1e12), Bandwidth(1e11), LINK, LINK, AllReduceRates(1e10, 1e10))
+COMPUTE = replace(SPEC, memory_bandwidth=Bandwidth(1e30))
 """Only arithmetic counts: seconds times 1e12 are operations."""
 
 
@@ -67,15 +75,15 @@ def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time_and_say
     model = Mlp(1)
     graph = traced(model, torch.zeros(3, WIDTH))
 
-    def forward(**limits: float) -> float:
-        spec = replace(SPEC, **{"flops_per_second": {"float32": 1e30}, "bytes_per_second": 1e30} | limits)
+    def forward(**limits: Any) -> float:
+        spec = replace(SPEC, **{"compute": Compute(1e30), "memory_bandwidth": Bandwidth(1e30)} | limits)
         return sum(cost.forward_seconds for cost in predict(graph, model, [8], spec).costs[0])
 
     num_elements = 8 * WIDTH
     product = num_elements + WIDTH * WIDTH + WIDTH + num_elements
     relu, square, mean = 2 * num_elements, 2 * num_elements, num_elements + 1
-    assert forward(flops_per_second={"float32": 1.0}) == pytest.approx(2 * 8 * WIDTH * WIDTH)
-    assert forward(bytes_per_second=4.0) == pytest.approx(product + relu + square + mean)
+    assert forward(compute=Compute(1.0)) == pytest.approx(2 * 8 * WIDTH * WIDTH)
+    assert forward(memory_bandwidth=Bandwidth(4.0)) == pytest.approx(product + relu + square + mean)
     assert forward(operation_seconds=1.0) == pytest.approx(4)
     predicted = predict(graph, model, [1, 4], SPEC)
     assert not predicted.is_measured and predicted.device == "test" and predicted.micro_batch_sizes == (1, 4)

@@ -6,11 +6,25 @@ import dataclasses
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
+
+import networkx as nx
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import Bounds
-from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, deepest_in_flight, textbook_depth
+from autovaruna.schedule.pipeline import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Edge,
+    Instruction,
+    Pipeline,
+    Schedule,
+    StageTimes,
+    deepest_in_flight,
+    textbook_depth,
+)
 from autovaruna.schedule.registry import Policy
 from autovaruna.schedule.simulator import simulate_below
 
@@ -92,8 +106,8 @@ def bound_at_depths(pipeline: Pipeline) -> float:
     With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
     (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
     """
-    bounds = Bounds(pipeline)
-    least, paths = bounds.lower, bounds.paths
+    paths = Bounds(pipeline)
+    least = paths.lower
     for stage, times in enumerate(pipeline.stages if pipeline.needs_gradients else ()):
         for replica in range(times.num_replicas):
             share, work = pipeline.share(stage, replica), paths.on(stage, replica)
@@ -109,3 +123,38 @@ def step_seconds(pipeline: Pipeline, policy: Policy, below: float) -> float:
     """Returns the seconds of one step, infinite if it is soon certain that they are not below `below`."""
     found, _ = simulate_below(pipeline, policy, below)
     return found.step_seconds if found else math.inf
+
+
+def assert_rules(schedule: Schedule, pipeline: Pipeline) -> None:
+    """Asserts that each instruction is there once, on its rank, and that no rank can wait for ever.
+
+    Each kind goes in ascending order of micro-batches, so that sums have one order. A stage recomputes if the plan says
+    so, or each of its backwards follows its forward at once; a replica holds no more than its in-flight depth.
+    """
+    gradient, acts = pipeline.needs_gradients, [act for row in schedule for act in row]
+    recomputing, stages = {act.stage for act in acts if act.kind is RECOMPUTE}, range(pipeline.num_stages)
+    assert all(pipeline.recomputes(stage) for stage in recomputing)
+    kinds = {s: [FORWARD, *[RECOMPUTE] * (s in recomputing), *[BACKWARD] * gradient] for s in stages}
+    every = [Instruction(s, kind, m) for s in kinds for kind in kinds[s] for m in range(pipeline.num_micro_batches)]
+    assert Counter(acts) == Counter(every)
+    waits = nx.DiGraph()
+    for rank, row in enumerate(schedule):
+        assert all(pipeline.rank_of(act.stage, act.micro_batch) == rank for act in row)
+        nx.add_path(waits, row)
+        held = Counter[int]()
+        for before, act in itertools.pairwise([None, *row]):
+            held[act.stage] += (act.kind is FORWARD) - (act.kind is BACKWARD)
+            assert not gradient or held[act.stage] <= pipeline.stages[act.stage].in_flight
+            if act.kind is BACKWARD and pipeline.recomputes(act.stage) and act.stage not in recomputing:
+                assert before == Instruction(act.stage, FORWARD, act.micro_batch)
+        for s, kind in {(act.stage, act.kind) for act in row}:
+            order = [act.micro_batch for act in row if (act.stage, act.kind) == (s, kind)]
+            assert order == sorted(order)
+    for m in range(pipeline.num_micro_batches):
+        for s, own in kinds.items():
+            nx.add_path(waits, [Instruction(s, kind, m) for kind in own])
+        for edge in pipeline.edges:
+            waits.add_edge(Instruction(edge.source, FORWARD, m), Instruction(edge.destination, FORWARD, m))
+            if gradient and edge.needs_gradient:
+                waits.add_edge(Instruction(edge.destination, BACKWARD, m), Instruction(edge.source, BACKWARD, m))
+    assert nx.is_directed_acyclic_graph(waits)

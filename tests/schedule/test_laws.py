@@ -1,4 +1,4 @@
-"""Laws of every schedule, the rules that are checked, and the depths and slices of policies."""
+"""Laws of every schedule, and the depths and slices of policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import random
-import re
 import statistics
 from itertools import product
 from typing import Any
@@ -16,11 +15,18 @@ import pytest
 from autovaruna.errors import ScheduleError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import lower_bound
-from autovaruna.schedule.check import check
-from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, Schedule, latency_depth, slices, textbook_depth
+from autovaruna.schedule.pipeline import Pipeline, latency_depth, slices, textbook_depth
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.schedule.simulator import replay, simulate
-from tests.schedule.pipelines import bound_at_depths, chain, deepened, placed, random_pipeline, step_seconds
+from autovaruna.schedule.simulator import simulate
+from tests.schedule.pipelines import (
+    assert_rules,
+    bound_at_depths,
+    chain,
+    deepened,
+    placed,
+    random_pipeline,
+    step_seconds,
+)
 
 NUM_RANDOM = 250
 
@@ -30,20 +36,17 @@ def fitted(pipeline: Pipeline, name: str) -> Pipeline:
 
 
 def assert_laws(pipeline: Pipeline, name: str) -> None:
-    """Asserts that a policy's schedule keeps the rules, can be replayed or given up, and stays above the bound.
+    """Asserts that a policy's schedule keeps the rules, can be given up, and stays above the bound.
 
     Instructions of one rank follow each other without overlap, and the account of its time adds up to the step.
     """
     pipeline = fitted(pipeline, name)
     simulation = simulate(pipeline, POLICIES[name])
-    check(simulation.schedule, pipeline)
-    assert replay(pipeline, simulation.schedule).events == simulation.events
+    assert_rules(simulation.schedule, pipeline)
     assert lower_bound(pipeline) <= bound_at_depths(pipeline) <= simulation.step_seconds
     assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds * 1.001) == simulation.step_seconds
     assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds) >= simulation.step_seconds
     assert POLICIES[name].num_instructions(pipeline) == sum(map(len, simulation.acts))
-    for stage, peaks in zip(pipeline.stages, simulation.peak_in_flight, strict=True):
-        assert all(0 <= peak <= stage.in_flight for peak in peaks)
     for acts, lost in zip(simulation.acts, simulation.lost, strict=True):
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(acts))
         parts = lost.parts.values()
@@ -97,57 +100,6 @@ def test_only_links_that_messages_take_are_looked_up(name: str) -> None:
     simulate(watched, POLICIES[name])
     there = {(m % 30, 30 + m % 30) for m in range(60)}
     assert asked == there | {(b, a) for a, b in there}
-
-
-def parse(text: str) -> Schedule:
-    """Returns the schedule of rows such as ``0F0 0B0``, one a line."""
-    found = [re.findall(r"(\d+)([FRB])(\d+)", line) for line in text.strip().splitlines()]
-    return tuple(tuple(Instruction(int(s), Kind(kind), int(m)) for s, kind, m in row) for row in found)
-
-
-TWO = chain(2, 2)
-RECOMPUTING = chain(1, 2, recompute=1.0)
-ALONE = chain(1, 2, depth=lambda n, s: 2)
-CROSSED = placed(chain(3, 1), [(0,), (1,), (0,)], 2)  # each rank waits for what the other can only send later
-GOOD = """0F0 0F1 0B0 0B1
-          1F0 1B0 1F1 1B1"""
-
-
-def test_good_schedules_pass() -> None:
-    check(parse(GOOD), TWO)
-    check(parse("0F0 0B0 0F1 0B1"), RECOMPUTING)
-    check(parse("0F0 0R0 0B0 0F1 0R1 0B1"), RECOMPUTING)
-    check(parse("0F0 0F1 0B0 0B1"), ALONE)
-    check(parse("0F0 0F1"), dataclasses.replace(ALONE, needs_gradients=False))
-
-
-@pytest.mark.parametrize(
-    ("rule", "pipeline", "broken", "place"),
-    [
-        (1, TWO, "0F0 0F1 0B0 0B1", "1 rows for 2 ranks"),
-        (2, TWO, GOOD.replace("1F1", "0F1"), ">0F1<"),
-        (2, TWO, GOOD.replace("1F1", "1F7"), ">1F7<"),
-        (2, TWO, GOOD.replace("1F1", "5F1"), ">5F1<"),
-        (3, ALONE, "0F0 0R0 0B0 0F1 0R1 0B1", ">0R0<"),
-        (3, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0F1 0B0 0B1", ">0B0<"),
-        (4, chain(2, 2, depth=lambda n, s: 1), GOOD, ">0F1<"),
-        (2, TWO, GOOD.replace("1B1", ""), "rank 1 | 1F0 1B0 1F1 >end<"),
-        (2, TWO, GOOD.replace("1B1", "1B0"), "1F1 >1B0<"),
-        (2, dataclasses.replace(ALONE, needs_gradients=False), "0F0 0F1 0B0", ">0B0<"),
-        (2, RECOMPUTING, "0F0 0R0 0B0 0F1 0B1", ">0B1<"),
-        (2, ALONE, "0B0 0F0 0F1 0B1", ">0B0<"),
-        (2, RECOMPUTING, "0F0 0B0 0R0 0F1 0R1 0B1", ">0B0<"),
-        (2, ALONE, "0F1 0F0 0B0 0B1", ">0F1<"),
-        (2, ALONE, "0F0 0F1 0B1 0B0", ">0B1<"),
-        (2, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0R0 0F1 0R1 0B0 0B1", ">0R1<"),
-        (2, placed(TWO, [(0,), (0,)], 1), "0F0 0B0 1F0 1B0 0F1 1F1 1B1 0B1", "rank 0 | 0F0 >0B0< 1F0"),
-        (2, CROSSED, "2F0 0F0 2B0 0B0\n1F0 1B0", "rank 0 | >2F0< 0F0 2B0 0B0 end\nrank 1 | >1F0< 1B0 end"),
-    ],
-)  # fmt: skip
-def test_each_rule(rule: int, pipeline: Pipeline, broken: str, place: str) -> None:
-    with pytest.raises(ScheduleError, match=f"^rule {rule}:") as error:
-        check(parse(broken), pipeline)
-    assert place in str(error.value)
 
 
 def test_gpipe_says_what_it_needs() -> None:
@@ -217,9 +169,7 @@ def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd(
 
 def test_the_turn_is_the_ranks_own() -> None:
     """1F1B, where each stage takes its own turns, is never faster."""
-    best_depths = {"interleaved": latency_depth, "deepest_first": textbook_depth}
     for num_ranks, each, rounds in product((2, 4, 8), (2, 4), (2, 4)):
-        for name, depth in best_depths.items():
-            pipeline = in_turn(num_ranks, each, num_ranks * rounds, depth)
-            own, other = (simulate(pipeline, POLICIES[policy]).step_seconds for policy in (name, "1f1b"))
-            assert own <= other
+        pipeline = in_turn(num_ranks, each, num_ranks * rounds, latency_depth)
+        own, other = (simulate(pipeline, POLICIES[name]).step_seconds for name in ("interleaved", "1f1b"))
+        assert own <= other

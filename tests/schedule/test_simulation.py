@@ -60,7 +60,6 @@ def test_forward_only_is_the_forwards_alone() -> None:
     for policy in POLICIES.values():
         simulation = simulate(pipeline, policy)
         assert simulation.step_seconds == lower_bound(pipeline) == (5 + 2) * F + 2 * 0.5
-        assert simulation.peak_in_flight == ((0,), (0,), (0,))
 
 
 def test_messages_of_a_pair_of_ranks_share_its_bandwidth_and_none_goes_back_where_there_is_no_gradient() -> None:
@@ -120,7 +119,6 @@ def test_policy_is_its_drawing(name: str) -> None:
         "1f1b": chain(3, 4),
         "varuna": chain(3, 4, recompute=1.0),
         "interleaved": shared,
-        "deepest_first": shared,
     }
     assert draw(simulate(drawn[name], POLICIES[name])) == drawing(name)
 
@@ -128,7 +126,7 @@ def test_policy_is_its_drawing(name: str) -> None:
 def test_timeline_of_two_stages() -> None:
     pipeline = chain(2, 2, 1.0, 2.0)
     stages = (replace(pipeline.stages[0], reduce_seconds=1.0), pipeline.stages[1])
-    text = render(simulate(replace(pipeline, stages=stages), POLICIES["1f1b"]), 50)
+    text = render(simulate(replace(pipeline, stages=stages), POLICIES["1f1b"]), 96)
     assert text.splitlines() == [
         "rank 0 |0F0>>0F1>>..........0B0<<<<<<<.....0B1<<<<<<<+++++| work 60%  bubble 30%  all-reduce 10%",
         "rank 1 |.....1F0>>1B0<<<<<<<1F1>>1B1<<<<<<<...............| work 60%  bubble 40%",

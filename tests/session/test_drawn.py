@@ -31,8 +31,7 @@ from tests.session.training import Setup, TooFewBlocksError, merge, on_ranks, tr
 
 STEPS = 2
 ONCE_WRONG = (68, 255)  # a value and the same under another name on both sides of a cut
-SHARED = ("interleaved", "deepest_first")
-SCHEDULES = ("gpipe", "1f1b", "varuna", *SHARED)
+SCHEDULES = ("gpipe", "1f1b", "varuna", "interleaved")
 Forward = Callable[[Batch], Tensor]
 WRONG_CALLS = (560,)  # a layer that one stage uses before and after another
 KINDS = ("train", "train", "train", "accumulate", "keep", "evaluate", "freeze", "reload", "clip")
@@ -43,9 +42,9 @@ def draw_setup(chance: random.Random, case: Case, num_stages: int) -> Setup:
     """Returns any placement of stages: unequal replicas (each has buffers of its own), several stages a rank."""
     num_ranks = chance.randint(1, 4)
     schedule = chance.choice(SCHEDULES)
-    most = 1 if schedule in SHARED or case.has_batch_norm else num_ranks
+    most = 1 if schedule == "interleaved" or case.has_batch_norm else num_ranks
     ranks = tuple(tuple(chance.sample(range(num_ranks), chance.randint(1, most))) for _ in range(num_stages))
-    if schedule in SHARED:
+    if schedule == "interleaved":
         ranks = tuple((stage % num_ranks,) for stage in range(num_stages))
     num_micro_batches, shares = chance.randint(1, 7), tuple(sorted(chance.random() for _ in range(num_stages - 1)))
     recompute = chance.random() < 0.4

@@ -30,7 +30,7 @@ from autovaruna.profiler.measure import Key, Pace, PartCost
 from autovaruna.ranks.environment import LOCAL_RANK_VARIABLES
 from autovaruna.ranks.world import World
 from autovaruna.session import measuring, preparation, traces
-from autovaruna.session.measuring import SpeedWatch, Turn, measure_together, persistent_speeds
+from autovaruna.session.measuring import MeasuredModel, SpeedWatch, persistent_speeds
 from autovaruna.session.model import find_device, move_to_own_device, on_own_gpu
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
@@ -226,17 +226,20 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
     monkeypatch.setattr(SpeedWatch, "speeds_of_samples", lambda watch: (1.0, 1 / 3, 1.0)[:num_ranks])
     measured: list[tuple[str, int]] = []
 
+    def measure(traced: Any, rank: int, *_: Any, share: tuple[int, int], **__: Any) -> dict[Key, PartCost]:
+        mine, is_second = PARTS[share[0] :: share[1]], share[0] != rank
+        measured.extend((name, rank) for name in mine)
+        factor = (3 if rank == 1 else 1) * (10 if is_second else 1)
+        seconds = {name: factor * (1 + PARTS.index(name)) for name in mine}
+        return {(name, 4): PartCost(s, 2 * s, Bytes(0, (), (), 0, 0)) for name, s in seconds.items()}
+
     def run(world: World) -> dict[Key, PartCost]:
-        def measure_own(turn: Turn) -> dict[Key, PartCost]:
-            first, step = turn.share
-            mine = PARTS[first::step]
-            measured.extend((name, world.rank) for name in mine)
-            factor = (3 if world.rank == 1 else 1) * (10 if turn.place else 1)
-            seconds = {name: factor * (1 + PARTS.index(name)) for name in mine}
-            return {(name, 4): PartCost(s, 2 * s, Bytes(0, (), (), 0, 0)) for name, s in seconds.items()}
+        watch, settings = SpeedWatch(world, torch.device("cpu")), Settings(profile_iterations=iterations)
+        traced: Any = SimpleNamespace(graph=SimpleNamespace(blocks=()))
+        rank: Any = world.rank
+        return MeasuredModel(rank, traced, (), settings, watch).measure([4], ())
 
-        return measure_together(SpeedWatch(world, torch.device("cpu")), iterations, measure_own)
-
+    monkeypatch.setattr(measuring, "measure", measure)
     num_turns = min(iterations, measuring.MOST_TURNS)
     for found in run_ranks(num_ranks, run):
         seconds = {name: each.forward_seconds for (name, _), each in found.items()}
