@@ -121,6 +121,7 @@ KEPT = {
     "varuna/test_steps.py::test_a_checkpoint_that_is_not_there_is_an_error_or_the_newest_is_loaded": 0,
     "varuna/test_steps.py::test_a_run_goes_on_on_any_other_grid": 0,
     "varuna/test_profiler.py::test_memory_is_a_limit": 0,
+    "varuna/test_profiler.py::test_parts_between_cut_points_are_measured_one_after_the_other": 0,
     "varuna/test_steps.py::test_a_script_has_the_losses_of_plain_pytorch": 1,
     "varuna/test_steps.py::test_a_step_of_many_micro_batches_is_not_cut_off": 0,
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.cut_points import cut_point_blocks
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, save_measured
 from autovaruna.profiler.measure import Key, PartCost, merge, parts_by_key, to_profile
 from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.profiler.work import all_parts
 from autovaruna.ranks.environment import get_world
 from autovaruna.ranks.world import World, gather_on_all, on_all, on_first
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
@@ -48,6 +51,17 @@ def subject_of(
         return MeasuredModel(model, traced, tensors, settings, SpeedWatch(world, device))
 
     return on_all(world, act, "tracing")
+
+
+def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
+    """Returns the measurements of parts p, from cut point p - 1 to cut point p; InputError if there is no such part."""
+    starts = [0, *cut_point_blocks(traced.graph), len(traced.graph.blocks)]
+    unknown = sorted(place for place in wanted if not 0 <= place < len(starts) - 1)
+    if unknown:
+        raise InputError(f"pstages_to_profile names {unknown[0]}; expected parts from 0 to {len(starts) - 2}.")
+    blocks = {block for place in wanted for block in range(starts[place], starts[place + 1])}
+    chosen = [part for part in all_parts(traced) if not part.blocks or any(b.index in blocks for b in part.blocks)]
+    return {(part.signature, size) for size in sizes for part in chosen}
 
 
 def find_grid(
@@ -130,6 +144,7 @@ class Profiler:
         device: Number of a GPU, or a device as torch names it; -1: a GPU of this rank's own, without one the CPU.
         gpus_per_node: Ranks on a host, for plans of more hosts; None: as many as there are now.
         fp16: Whether the model will compute in float16 under ``torch.autocast``.
+        pstages_to_profile: Numbers of the parts between cut points to measure; None: all.
         from_cache: Whether measurements of other runs on such a machine are used.
         add_to_existing: Whether those in `out_folder` are kept and added to.
     """
@@ -142,6 +157,7 @@ class Profiler:
         gpus_per_node: int | None = None,
         fp16: bool = False,
         out_folder: str | os.PathLike[str] = "profiles",
+        pstages_to_profile: Sequence[int] | None = None,
         from_cache: bool = True,
         add_to_existing: bool = False,
     ) -> None:
@@ -158,14 +174,31 @@ class Profiler:
             self.folder.measurements, environment(self.device, on_host), self.settings.profile_iterations
         )
         self._others = cache_of(self.settings, self.device, on_host)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.initialize(get_batch_fn, pstages_to_profile, from_cache, add_to_existing)
+
+    def initialize(
+        self,
+        get_batch_fn: GetBatch,
+        pstages_to_profile: Sequence[int] | None = None,
+        from_cache: bool = True,
+        add_to_existing: bool = False,
+    ) -> None:
+        """Traces the model; the constructor has called it already. Collective; the arguments are the constructor's."""
+        self._wanted = None if pstages_to_profile is None else list(pstages_to_profile)
         self._caches = [self._own] if add_to_existing else []
         self._caches += [self._others] if from_cache and self._others else []
-        self._optimizer: torch.optim.Optimizer | None = None
         precision = torch.autocast(self.device.type, dtype=torch.float16) if self.fp16 else nullcontext()
-        with as_in_training(model), precision:
-            take = partial(sample_batch, get_batch_fn, model, 2, self.device)
-            sample = on_all(self.world, take, "taking a batch from get_batch_fn")
-            self._subject = subject_of(model, sample, self.device, self.settings, self.world)
+        with as_in_training(self.model), precision:
+            sample = on_all(
+                self.world,
+                lambda: sample_batch(get_batch_fn, self.model, 2, self.device),
+                "taking a batch from get_batch_fn",
+            )
+            self._subject = subject_of(self.model, sample, self.device, self.settings, self.world)
+        self.num_cutpoints = sum(mark.block > 0 for mark in self._subject.traced.graph.cut_marks)
+        if self._wanted is not None:
+            keys_between(self._subject.traced, [1], self._wanted)
 
     def set_optimizer(
         self,
@@ -178,8 +211,8 @@ class Profiler:
         del loss_scale, init_loss_scale, min_loss_scale
         self._optimizer = optimizer
 
-    def profile_all(self, microbatches_to_profile: Sequence[int]) -> Profile:
-        """Measures and writes the folder; returns the costs of all blocks. Collective.
+    def profile_all(self, microbatches_to_profile: Sequence[int]) -> Profile | None:
+        """Measures and writes the folder; returns the costs of all blocks, None if some are still missing. Collective.
 
         Raises:
             InputError: there is no size, or one below 1.
@@ -204,13 +237,18 @@ class Profiler:
         costs: dict[Key, PartCost] = self.world.broadcast_object(found, 0, "reading saved measurements")
         for size in sizes:
             costs |= self._measure(size, costs)
+        if missing := wanted.keys() - costs.keys():
+            logger.info("%d of %d measurements are still to be made", len(missing), len(wanted))
+            return None
         profile = to_profile(traced, {key: costs[key] for key in wanted}, self.device)
         on_first(self.world, lambda: self.folder.write(profile=profile), _WRITING)
         return profile
 
     def _measure(self, size: int, known: dict[Key, PartCost]) -> dict[Key, PartCost]:
         """Measures one size, and saves what is new. Collective."""
-        fresh = self._subject.measure([size], known.keys())
+        skipped = set(parts_by_key(self._subject.traced, [size]))
+        skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
+        fresh = self._subject.measure([size], known.keys() | skipped)
 
         def save() -> None:
             self._own.write({key: cost for key, cost in {**known, **fresh}.items() if key[1] == size})

@@ -55,6 +55,15 @@ def test_a_run_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.Monkey
     assert profiled(folder, add_to_existing=True, from_cache=False)[0] is not None
 
 
+def test_parts_between_cut_points_are_measured_one_after_the_other(tmp_path: Path) -> None:
+    every = list(range(LAYERS + 1))
+    options: dict[str, Any] = {"sizes": (2,), "from_cache": False, "add_to_existing": True}
+    assert profiled(tmp_path, pstages_to_profile=every[:1], **options) == [None, None]
+    assert all(profiled(tmp_path, pstages_to_profile=every[1:], **options))
+    with pytest.raises(InputError, match=f"from 0 to {LAYERS}"):
+        Profiler(net(), batch, device="cpu", out_folder=tmp_path, pstages_to_profile=[9])
+
+
 def test_the_fastest_is_found_for_other_numbers_of_ranks(folder: Path) -> None:
     config = AutoConfig(8, 64, folder)
     stages, size, seconds = config.get_min()
