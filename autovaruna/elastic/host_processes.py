@@ -13,6 +13,7 @@ from pathlib import Path
 
 import autovaruna
 
+SILENT_SECONDS = 30.0  # after so long without a word of the manager, a keeper takes it for lost, and ends its ranks
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 _ALONE_SECONDS = 2.0  # a keeper whose manager has not spoken to it for so long may be replaced

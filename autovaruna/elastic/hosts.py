@@ -107,14 +107,23 @@ class Hosts:
         up = {host for host, link in self.up().items() if not link.fault}
         left = up - self.noticed.keys() - self._left_out.keys()
         fit = {host: count for host, count in self.listed.items() if host in left}
+        if self._are_enough(whole := {host: count for host, count in fit.items() if not self.standby_fault(host)}):
+            fit = whole
         quick = {host: count for host, count in fit.items() if not self.slow.leaves_out(host)}
-        if len(quick) == len(fit) or sum(quick.values()) >= max(1, self._options.min_ranks):
+        if len(quick) == len(fit) or self._are_enough(quick):
             return quick
         slow = ", ".join(fit.keys() - quick.keys())
         self._log.record("slow", f"host {slow} is used all the same: a slow host is better than none")
         for host in fit:
             self.slow.forgive(host)
         return fit
+
+    def _are_enough(self, hosts: Mapping[str, int]) -> bool:
+        return sum(hosts.values()) >= max(1, self._options.min_ranks)
+
+    def standby_fault(self, host: str) -> str:
+        """Says why what ranks import cannot be imported on a host, as far as that is known; empty: it can."""
+        return str(self.links[host].report.get("standby_fault", "")) if host in self.links else ""
 
     def can_do_without(self, hosts: Collection[str]) -> bool:
         """Says whether the job has enough ranks without some of its hosts."""
@@ -141,6 +150,8 @@ class Hosts:
         if now - self._last_poll < BEAT_SECONDS:
             return
         self._last_poll = now
+        with suppress(OSError):
+            os.utime(self._own_file)  # so that it is known when this manager was there last
         self._read_list()
         for host in self.listed:
             link = self.links.get(host)
@@ -154,7 +165,7 @@ class Hosts:
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
-                self._tell_unusable(host, link.fault or link.report.get("standby_fault", ""))
+                self._tell_unusable(host, link.fault or self.standby_fault(host))
             elif now - link.began > self._options.start_seconds:
                 self._tell_unusable(host, link.words or _SILENT)
                 link.cut()

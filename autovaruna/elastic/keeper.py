@@ -29,6 +29,7 @@ from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic.copies import CopyPace, send_part
 from autovaruna.elastic.host_processes import (
+    SILENT_SECONDS,
     acquire_from_abandoned,
     acquire_lock,
     end_all,
@@ -74,7 +75,6 @@ _PATIENCE_SECONDS = 5.0
 _HICCUP_SECONDS = 0.5
 _HURRY_SECONDS = 3.0  # that a connection to another keeper may take, so that a firewall is told of soon
 _ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
-_SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
 _PAGE_BYTES = 4096
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
@@ -486,11 +486,11 @@ class StandardStreams:
     def end_if_silent(self, keep_seconds: float) -> None:
         """Ends the ranks, and later the keeper, if the manager is silent while this process runs."""
         num_silent = 0
-        while num_silent < _SILENT_SECONDS + keep_seconds:
+        while num_silent < SILENT_SECONDS + keep_seconds:
             before = self._last_word
             time.sleep(1.0)
             num_silent = num_silent + 1 if self._last_word == before else 0
-            if num_silent == _SILENT_SECONDS:
+            if num_silent == SILENT_SECONDS:
                 self._keeper.end_ranks()
         self._keeper.quit()
         os._exit(1)

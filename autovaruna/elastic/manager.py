@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.checkpoint.folder import words_of_newest
-from autovaruna.elastic.host_processes import versions
+from autovaruna.elastic.host_processes import SILENT_SECONDS, versions
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_folder import JobPlace, deployment_name
@@ -133,7 +133,8 @@ class Manager:
         up, known = self._hosts.up(), self._known
         self._watch = JobWatch(max([known.attempt if known else 0, *(link.attempt for link in up.values())]))
         self._held = max([self._held, *(link.held for link in up.values())])
-        if self._watch.attempt and self._held[0] < 0 and self._hosts.links.keys() - up.keys():
+        is_recent = known and known.silent_seconds < self._morphing.keep_seconds + 2 * SILENT_SECONDS
+        if self._watch.attempt and is_recent and self._held[0] < 0 and self._hosts.links.keys() - up.keys():
             self._held = 0, 0  # some step of those that do not answer
 
     def _record_kept(self) -> None:
@@ -167,7 +168,7 @@ class Manager:
             self._own = replace(self._own, attempt=self._watch.attempt + 1)
             self._own.write(self._address[0])
         factors = self._hosts.slow.factors()
-        self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
+        self._watch = JobWatch(self._watch.attempt + 1, self._watch, factors)
         place = JobPlace(
             folder=str(self._folder),
             attempt=self._watch.attempt,
@@ -184,16 +185,20 @@ class Manager:
         run.end([host for host in names if host not in outcome.lost])
         if run.watch.num_steps > (options.resume_step or 0):
             self._tried = (self._tried | names.keys()) - set(outcome.lost)
-        elif outcome.error and not outcome.killed and not run.watch.refusal and (new := self._untried(names)):
-            return replace(outcome, unfit=new, status=None)
+        elif outcome.error and not outcome.killed and not run.watch.refusal and (unfit := self._suspects(names)):
+            return replace(outcome, unfit=unfit, status=None)
         if state is not None and not outcome.lost and (words := run.watch.refusal):
             return self._put_aside(state, outcome, words)
         return outcome
 
-    def _untried(self, names: Collection[str]) -> tuple[str, ...]:
-        """Returns the hosts on which the job has come to no step yet, if it has on others, and these suffice."""
-        new = sorted(set(names) - self._tried)
-        return tuple(new) if self._tried and self._hosts.can_do_without(new) else ()
+    def _suspects(self, names: Collection[str]) -> tuple[str, ...]:
+        """Returns the hosts without which the script may not fail, if the others suffice.
+
+        They cannot import what ranks do; or the job has come to no step on them yet, but has on others.
+        """
+        broken = sorted(host for host in names if self._hosts.standby_fault(host))
+        found = broken or (sorted(set(names) - self._tried) if self._tried else [])
+        return tuple(found) if self._hosts.can_do_without(found) else ()
 
     def _put_aside(self, state: State, outcome: Outcome, words: str) -> Outcome:
         """Returns the outcome of a run that could not load its state: the next older one is taken."""

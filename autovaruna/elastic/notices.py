@@ -57,6 +57,7 @@ class Address:
     folder: str
     attempt: int = 0  # the newest run
     asked: Mapping[str, str] = field(default_factory=dict)  # what the job was started with, beside its name
+    silent_seconds: float = 0.0  # for how long the file had not been touched when it was found
 
     @property
     def reached_at(self) -> str:
@@ -115,7 +116,7 @@ def receiving_notices(
 def _addresses() -> Iterator[tuple[Path, Address]]:
     """Yields the files of this user's managers that can be used, with what they say."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             address = read_record(json.loads(path.read_bytes()), Address)
             Authority(address.key)
             yield path, address
@@ -128,8 +129,10 @@ def pop_dead_manager(job: str, own: Path) -> Address | None:
     """
     for path, address in _addresses():
         if address.job == job and address.is_dead:
-            replace(address, process=os.getpid(), birth=birth_of(os.getpid())).write(own)
             with suppress(OSError):
+                silent = time.time() - path.stat().st_mtime  # its manager touches it
+                address = replace(address, process=os.getpid(), birth=birth_of(os.getpid()), silent_seconds=silent)
+                address.write(own)
                 path.unlink()
                 return address
             own.unlink(missing_ok=True)  # another manager was quicker

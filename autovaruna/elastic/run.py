@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autovaruna.elastic.host_processes import SILENT_SECONDS
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
 from autovaruna.elastic.job_folder import JobPlace
@@ -25,6 +26,7 @@ from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.watch import JobWatch
 
 _LEAVE_SECONDS = 120.0
+_PAUSE_SECONDS = 5.0  # of this process, in which it could hear nothing
 _LONG_SECONDS = 5.0  # copies that take longer are told of
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
@@ -90,7 +92,11 @@ class JobRun:
         hosts, started = self._hosts, time.monotonic()
         has_stepped = has_dropped = False
         leaving: Outcome | None = None
+        looked = started
         while True:
+            pause, looked = time.monotonic() - looked, time.monotonic()
+            if pause > _PAUSE_SECONDS and (outcome := self._after_pause(pause)) is not None:
+                return outcome
             self.job.wake()
             hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
@@ -126,6 +132,18 @@ class JobRun:
                     return leaving
                 self._asked = None  # the script has done what it does, and goes on
             time.sleep(LOOK_SECONDS)
+
+    def _after_pause(self, seconds: float) -> Outcome | None:
+        """Returns the outcome where the manager stood still for so long that keepers end the ranks; None: it goes on.
+
+        What is late by then is late for that.
+        """
+        self.watch.skip(seconds)
+        self._deadline, self._next_look = self._deadline + seconds, self._next_look + seconds
+        if seconds < SILENT_SECONDS - 2 * BEAT_SECONDS or self.job.has_finished:
+            return None
+        why = f"the manager itself stood still for {seconds:.0f} s, as where it is stopped"
+        return Outcome(f"{why}: hosts end their ranks after {SILENT_SECONDS:.0f} s without it")
 
     def _record_copies(self, step: int) -> None:
         """Records, where a step has just arrived on other hosts that took long, what the loss of one will cost.

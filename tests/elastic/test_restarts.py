@@ -187,6 +187,21 @@ def test_a_start_that_is_refused_keeps_what_there_is_and_says_so(tmp_path: Path)
     assert re.search(r"step \d+, in memory of localhost for \d+ s; batch_size is 4, was None: 1 ranks", said), said
 
 
+def test_for_what_a_job_left_that_ended_long_ago_nobody_waits(tmp_path: Path) -> None:
+    """Once, the same command waited half a minute for each host that did not answer, at each start."""
+    machines = tmp_path / "machines"
+    options = ["--machine_list", str(machines), "--keep_seconds", "0", "--start_seconds", "20"]
+    machines.write_text("localhost\n")
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        read_until(job, "[0] step 9")
+    (left,) = (tmp_path / ".autovaruna" / "jobs").glob("*.json")
+    os.utime(left, (0, 0))
+    machines.write_text("localhost\nelsewhere.invalid\n")
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        said = read_until(job, "autovaruna: training")
+    assert "elsewhere.invalid cannot be used" in said and "waiting" not in said, said
+
+
 BREAKS = """
 import os, runpy
 from autovaruna.elastic.hosts import Hosts
