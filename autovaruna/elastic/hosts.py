@@ -50,6 +50,8 @@ class Hosts:
         self.links: dict[str, Link] = {}
         self.noticed: dict[str, float] = {}  # hosts that are to be left, with when they go, on the monotonic clock
         self.lost: set[str] = set()  # hosts of the run that do not answer any more
+        self.unreached: dict[tuple[str, str], str] = {}  # by host, and the one it was last found not to reach, why
+        self.sources: list[str] = []  # the hosts that the state of the run comes from
         self.slow = SlowRanks(log, options.slow_factor)
         self.check: Callable[[dict[str, int]], object] = lambda listed: None  # raises if the job cannot run on a list
         self._options = options
@@ -186,6 +188,7 @@ class Hosts:
             link.host: link.ask("reach", others=[each for each in places if each[0] != link.host]) for link in links
         }
         faults = {(one, other): why for one, its in answers(asked, END_SECONDS).items() for other, why in its.items()}
+        self.unreached = {pair: why for pair, why in self.unreached.items() if not asked.keys() >= set(pair)} | faults
         found: dict[str, str] = {}
         while left := [pair for pair in faults if not found.keys() & set(pair)]:
             counts = Counter(host for pair in left for host in pair)

@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
+from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer, open_bytes
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic.copies import CopyPace, send_part
 from autovaruna.elastic.host_processes import (
@@ -391,6 +392,11 @@ class Keeper:
             return slots[1 - slots.index(self._copies[folder])]
         return min(slots, key=lambda each: -1 if (its := read_part(each)) is None else its.step)
 
+    def full_folder(self) -> str:
+        """Returns the folder for temporary files, if it has no room, or no inodes; empty: it has."""
+        room = os.statvfs(folder := tempfile.gettempdir())
+        return folder if not room.f_bavail or (room.f_files and not room.f_favail) else ""
+
     # other keepers and ranks
 
     def reach(self, others: Sequence[Sequence[Any]]) -> dict[str, str]:
@@ -416,9 +422,9 @@ class Keeper:
                 record_full(self.folder, error)
                 raise
             return
-        with open(self._inside(request["read"]), "rb") as file:
-            file.seek(int(request["offset"]))
-            connection.send_bytes(file.read(min(int(request["count"]), MOST_BYTES)))
+        with open_bytes(self._inside(request["read"])) as read_into:  # also what another keeper has, for a third one
+            data = memoryview(bytearray(min(int(request["count"]), MOST_BYTES)))
+            connection.send_bytes(data[: read_into(data, int(request["offset"]))])
 
     def _inside(self, place: str) -> Path:
         path = (self.folder / place).resolve()

@@ -225,7 +225,8 @@ class Manager:
         while True:
             state = self._find_state() if self._watch.attempt else None
             names = self._wait_for_hosts()
-            failed = {} if state is None else hand_out(state, names, self._hosts.links)
+            self._hosts.sources = [] if state is None else state.hosts
+            failed = {} if state is None else hand_out(state, names, self._hosts.links, self._hosts.unreached)
             if not failed:
                 return names, state
             for host in failed.keys() & self._hosts.up().keys():

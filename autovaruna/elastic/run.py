@@ -7,9 +7,7 @@ the machine list. A run that may go on elsewhere ends at the border between two 
 from __future__ import annotations
 
 import queue
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,10 +219,10 @@ class JobRun:
         if not self.job.output.started:  # mpirun starts none before it has reached all hosts
             self.job.kill()
             unfit = set(self._hosts.find_unfit(self._own))
+        full = answers(self._hosts.ask(self._own, "full_folder"), END_SECONDS)
+        why += "".join(f"; {folder} of {host}, where mpirun writes, is full" for host, folder in full.items() if folder)
         if set() < unfit < set(self._own):
             return Outcome(why, unfit=tuple(sorted(unfit)))
-        if not shutil.disk_usage(temporary := tempfile.gettempdir()).free:
-            why += f"; {temporary}, where mpirun writes, is full: make room"
         return Outcome(why, None if self._has_state else status)
 
     def _by_rank(self, rank: int, status: int) -> Outcome:
@@ -285,7 +283,8 @@ class JobRun:
 
     def _apart(self) -> Outcome | None:
         """Returns the outcome where hosts do not reach each other; None: they do."""
-        apart = self._hosts.find_apart(self._own) if len(self._own) > 1 else {}
+        others = {*self._hosts.sources} - self._own.keys()  # whose state the run's ranks read
+        apart = self._hosts.find_apart([*self._own, *others]) if len(self._own) + len(others) > 1 else {}
         return Outcome("; ".join(apart.values()), unfit=tuple(apart)) if apart else None
 
     def _left_by_itself(self) -> Outcome:

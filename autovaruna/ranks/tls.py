@@ -121,7 +121,7 @@ class Connection:
     def close(self) -> None:
         self._stream.close()
 
-    def send_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes | memoryview) -> None:
         header = _LENGTH.pack(len(data))
         if len(data) <= _SMALL_BYTES:  # in one packet
             self._stream.sendall(header + data)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,6 +171,20 @@ def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.Mon
         hosts.slow.begin({HOST: 1})
         hosts.slow.record([((HOST, 0), Slow(0, 30, 2.0, "its own past"))])
         assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
+
+
+@pytest.mark.parametrize(("faults", "usable"), [("a", "bc"), ("ab", "c"), ("abc", "abc")])
+def test_a_host_that_cannot_import_what_ranks_do_is_used_if_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: str, usable: str
+) -> None:
+    with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
+        faulty = {host: {"standby_fault": "no module"} if host in faults else {} for host in "abc"}
+        links = {host: SimpleNamespace(report=report, fault="") for host, report in faulty.items()}
+        monkeypatch.setattr(hosts, "links", links)
+        monkeypatch.setattr(hosts, "up", lambda: links)
+        monkeypatch.setattr(hosts, "listed", dict.fromkeys("abc", 1))
+        assert "".join(hosts.usable()) == usable
+        monkeypatch.undo()
 
 
 def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_start_something_there(

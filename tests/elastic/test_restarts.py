@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -263,7 +264,9 @@ def test_a_manager_is_dead_whose_number_is_another_process_s(tmp_path: Path, mon
     for is_reused in (False, True):
         with receiving_notices(new_address_file(), lambda *_: "", authority, "job", "folder", {}, None) as own:
             replace(own, birth="1" if is_reused else own.birth).write(path := new_address_file())
+        os.utime(path, (time.time() - 900.0, time.time() - 900.0))
         found = pop_dead_manager("job", claimed := new_address_file())
+        assert found is None or 890.0 < found.silent_seconds < 1000.0
         assert (found is not None and found.folder == "folder" and not path.exists()) == is_reused
         path.unlink(missing_ok=True)
     assert pop_dead_manager("job", new_address_file()) is None, "the process that has taken it up is alive"
