@@ -123,9 +123,13 @@ class Hosts:
     def _are_enough(self, hosts: Mapping[str, int]) -> bool:
         return sum(hosts.values()) >= max(1, self._options.min_ranks)
 
+    def reports(self, hosts: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """Returns the last reports of those of some hosts that have a keeper."""
+        return {host: self.links[host].report for host in hosts if host in self.links}
+
     def standby_fault(self, host: str) -> str:
         """Says why what ranks import cannot be imported on a host, as far as that is known; empty: it can."""
-        return str(self.links[host].report.get("standby_fault", "")) if host in self.links else ""
+        return "".join(report.get("standby_fault", "") for report in self.reports([host]).values())
 
     def can_do_without(self, hosts: Collection[str]) -> bool:
         """Says whether the job has enough ranks without some of its hosts."""
@@ -305,8 +309,8 @@ class Hosts:
 
     def record_copy_faults(self, hosts: Iterable[str]) -> None:
         """Records, once for each reason, of which hosts no copies arrive at another one that is there."""
-        for host in hosts:
-            to, why = self.links[host].report.get("copy_fault") or ("", "") if host in self.links else ("", "")
+        for host, report in self.reports(hosts).items():
+            to, why = report.get("copy_fault") or ("", "")
             if to in self.links and self.links[to].is_answering and (host, to, why) not in self._told:
                 self._told.add((host, to, why))
                 text = f"no copies of {host} arrive at {to}: {why}. What {host} has in memory is lost with it"
@@ -314,9 +318,7 @@ class Hosts:
 
     def copy_seconds(self, hosts: Iterable[str]) -> float:
         """Returns how long the last copies between hosts took, at most."""
-        return max(
-            (self.links[host].report.get("copy_seconds", 0.0) for host in hosts if host in self.links), default=0.0
-        )
+        return max((report.get("copy_seconds", 0.0) for report in self.reports(hosts).values()), default=0.0)
 
     def keeps_older(self, host: str, step: int) -> bool:
         """Says whether a host still keeps of earlier runs what is no newer than a step."""
@@ -358,9 +360,8 @@ class Hosts:
 
     def cut(self, hosts: Iterable[str]) -> None:
         """Gives hosts up that do not answer."""
-        for host in hosts:
-            if (link := self.links.get(host)) is not None:
-                link.cut()
+        for host in self.links.keys() & set(hosts):
+            self.links[host].cut()
 
     def release(self, hosts: Iterable[str]) -> None:
         """Ends the keepers of hosts that are not in the list any more, but this machine's, which would end mpirun."""

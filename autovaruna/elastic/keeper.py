@@ -67,7 +67,7 @@ from autovaruna.elastic.job_folder import (
     write_record,
 )
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
-from autovaruna.ranks.launcher import remove_leftovers
+from autovaruna.ranks.launcher import own_and_old, remove_leftovers
 from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
@@ -77,7 +77,6 @@ _HICCUP_SECONDS = 0.5
 _HURRY_SECONDS = 3.0  # that a connection to another keeper may take, so that a firewall is told of soon
 _ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
 _PAGE_BYTES = 4096
-_STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
 @dataclass
@@ -514,15 +513,12 @@ def _faults_of_host(settings: Mapping[str, Any]) -> str:
 def _remove_abandoned(folder: Path) -> None:
     """Removes the folders, beside a job's, of jobs of this user all of whose processes were killed on this host."""
     prefix, _, _ = folder.name.rpartition("-")
-    for other in folders_in(folder.parent, f"{prefix}-"):
+    others = [other for other in folders_in(folder.parent, f"{prefix}-") if other != folder and not other.is_symlink()]
+    for lock in own_and_old(other / LOCK for other in others):
         with suppress(OSError):
-            status = (other / LOCK).lstat()
-            is_old = time.time() - status.st_mtime > _STARTING_SECONDS
-            if other == folder or other.is_symlink() or other.stat().st_uid != os.getuid() or not is_old:
-                continue
-            if not processes_with(os.fsencode(other)) and (lock := acquire_lock(other / LOCK)) is not None:
-                shutil.rmtree(other, ignore_errors=True)
-                os.close(lock)
+            if not processes_with(os.fsencode(lock.parent)) and (file := acquire_lock(lock)) is not None:
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                os.close(file)
 
 
 def main() -> None:

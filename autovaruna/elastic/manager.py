@@ -29,7 +29,7 @@ from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
-from autovaruna.elastic.notices import Address, EventLog, new_address_file, pop_dead_manager, receiving_notices
+from autovaruna.elastic.notices import EventLog, new_address_file, own_address, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
@@ -65,18 +65,18 @@ class Manager:
         authority = Authority(known.key if known else "")
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
-        self._address = path, authority, job
+        self._path, self._authority = path, authority
+        self._own = own_address(authority, job, folder, known.attempt if known else 0, _asked_of(options))
         settings: dict[str, Any] = {"folder": str(self._folder), "standby": morphing.has_standby}
         settings["copy_share"] = morphing.copy_share
         settings |= {"keep_seconds": morphing.keep_seconds, "versions": versions()}
         settings["files"] = [str(options.code_dir), options.script]
         settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]
-        self._hosts = Hosts(options.hosts, morphing, settings, authority, self._address[0], self._log)
+        self._hosts = Hosts(options.hosts, morphing, settings, authority, path, self._log)
         self._hosts.check = lambda listed: choose(replace(options, hosts=listed))
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
         self._tried = set[str]()  # hosts on which the job has come to a step
-        self._own: Address | None = None
         self._watch = JobWatch(0)
         self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
@@ -87,9 +87,8 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        path, authority, job = self._address
-        asked = _asked_of(self._options)
-        notices = receiving_notices(path, self._hosts.notice, authority, job, self._folder.name, asked, self._known)
+        path = self._path
+        notices = receiving_notices(path, self._hosts.notice, self._authority, self._own)
         with ExitStack() as after, handling(self._record_signal), notices as self._own:
             if not path.exists():
                 text = f"{path} cannot be written: `notify` does not find this job, nor does a manager that follows it"
@@ -164,9 +163,8 @@ class Manager:
         options = replace(options, variables={**variables, **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
-        if self._own is not None:
-            self._own = replace(self._own, attempt=self._watch.attempt + 1)
-            self._own.write(self._address[0])
+        self._own = replace(self._own, attempt=self._watch.attempt + 1)
+        self._own.write(self._path)
         factors = self._hosts.slow.factors()
         self._watch = JobWatch(self._watch.attempt + 1, self._watch, factors)
         place = JobPlace(
@@ -264,7 +262,7 @@ class Manager:
             text = (
                 f"goes on from step {state.step}, in memory of {', '.join(state.hosts)} for {state.age_seconds:.0f} s"
             )
-            asked, before = _asked_of(self._options), self._known.asked if self._known else {}
+            asked, before = self._own.asked, self._known.asked if self._known else {}
             others = [f"{name} is {asked[name]}, was {its}" for name, its in before.items() if asked.get(name) != its]
             text, self._known = "; ".join([text, *others]) + f": {where}", None
             details |= {"step": state.step, "from": state.hosts}

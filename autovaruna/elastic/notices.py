@@ -83,29 +83,26 @@ def new_address_file() -> Path:
     return Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
 
 
+def own_address(authority: Authority, job: str, folder: str, attempt: int, asked: Mapping[str, str]) -> Address:
+    """Returns the address of this process, which is the manager of a job, but for the port."""
+    own = os.getpid()
+    return Address(socket.gethostname(), 0, authority.key, own, birth_of(own), job, folder, attempt, asked)
+
+
 @contextmanager
 def receiving_notices(
-    path: Path,
-    record: Callable[[str, float], str],
-    authority: Authority,
-    job: str,
-    folder: str,
-    asked: Mapping[str, str],
-    known: Address | None,
+    path: Path, record: Callable[[str, float], str], authority: Authority, own: Address
 ) -> Iterator[Address]:
     """Receives notices within the context, by an address in a file, which stays if the manager is killed.
 
-    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none. `known` is
-    what an earlier manager of the job has left, whose place this one takes.
+    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
     """
 
     def answer(connection: Connection, request: Mapping[str, Any]) -> None:
         fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
-    port, own = Server(authority.credentials(_MANAGER), answer).port, os.getpid()
-    attempt = 0 if known is None else known.attempt
-    address = Address(socket.gethostname(), port, authority.key, own, birth_of(own), job, folder, attempt, asked)
+    address = replace(own, port=Server(authority.credentials(_MANAGER), answer).port)
     address.write(path)
     try:
         yield address

@@ -19,7 +19,7 @@ import pytest
 from autovaruna.elastic import notices
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts, _name_of
-from autovaruna.elastic.notices import new_address_file, pop_dead_manager, receiving_notices
+from autovaruna.elastic.notices import new_address_file, own_address, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions, MorphingOptions
 from autovaruna.elastic.run import Outcome
 from autovaruna.ranks.tls import Authority
@@ -262,7 +262,8 @@ def test_a_manager_is_dead_whose_number_is_another_process_s(tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     authority = Authority()
     for is_reused in (False, True):
-        with receiving_notices(new_address_file(), lambda *_: "", authority, "job", "folder", {}, None) as own:
+        address = own_address(authority, "job", "folder", 0, {})
+        with receiving_notices(new_address_file(), lambda *_: "", authority, address) as own:
             replace(own, birth="1" if is_reused else own.birth).write(path := new_address_file())
         os.utime(path, (time.time() - 900.0, time.time() - 900.0))
         found = pop_dead_manager("job", claimed := new_address_file())

@@ -26,10 +26,14 @@ SECONDS = 180.0
 
 
 def job(
-    hosts: Hosts, *options: str, listed: tuple[str, ...] = (), script: tuple[str | Path, ...] = (), width: int = 32
+    hosts: Hosts,
+    *options: str,
+    listed: tuple[str, ...] = (),
+    script: tuple[str | Path, ...] = (),
+    more: tuple[str, ...] = (),
 ) -> ElasticRun:
-    """Starts a job, and returns it once it trains."""
-    words = [*(script or (SCRIPT,)), "100000", "0.05", "nowhere", str(width)]
+    """Starts a job, with `more` words for its script, and returns it once it trains."""
+    words = [*(script or (SCRIPT,)), "100000", "0.05", *more]
     run = ElasticRun(hosts, words, ["--start_seconds", "20", *options], listed)
     try:
         run.wait_until_training_on(list(listed) or hosts.names, SECONDS)
@@ -112,7 +116,7 @@ def test_two_hosts_between_which_packets_are_dropped_while_they_train_are_not_us
 
     And where a part had no copy yet, three starts failed to read it, and the job was given up.
     """
-    with closing(job(hosts) if is_copied else job(hosts, "--copy_share", "0.0003", width=800)) as run:
+    with closing(job(hosts) if is_copied else job(hosts, "--copy_share", "0.0003", more=("nowhere", "800"))) as run:
         newest, since = run.steps[-1][1], len(run.events)
         run.strike(run.process("h1", "prterun --hostfile"), signal.SIGSTOP)  # once, a rank was blamed for that, too
         run.wait_for_steps(20)
