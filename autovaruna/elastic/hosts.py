@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autovaruna.elastic.host_list import is_one, is_this_machine, list_hosts
-from autovaruna.elastic.job import Probe
+from autovaruna.elastic.job import can_start
 from autovaruna.elastic.link import Link, answers, ping_all
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions
@@ -25,6 +25,7 @@ from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError
 from autovaruna.ranks.tls import Authority
 
+Result = TypeVar("Result")
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
@@ -61,7 +62,7 @@ class Hosts:
         self._delays: dict[str, float] = {}
         self._left_out: dict[str, float] = {}  # until when hosts are, that have failed
         self._failed: dict[str, float] = {}  # for how long each was left out last
-        self._probes: dict[str, Probe] = {}
+        self._probes: dict[str, Future[bool]] = {}  # of hosts that were left out
         self._told: set[tuple[str, ...]] = set()
         self._begun: list[Link] = []
         self._machine_time = _time_of(options.machine_list)
@@ -180,9 +181,7 @@ class Hosts:
     def find_unfit(self, hosts: Iterable[str]) -> list[str]:
         """Tries each host by itself; returns those on which mpirun can start nothing."""
         probes = {host: self._probe(host) for host in hosts}
-        while any(probe.worked is None for probe in probes.values()):
-            time.sleep(LOOK_SECONDS)
-        return [host for host, probe in probes.items() if not probe.worked]
+        return [host for host, probe in probes.items() if not probe.result()]
 
     def find_apart(self, hosts: Collection[str]) -> dict[str, str]:
         """Returns the fewest hosts without which all others reach each other, as far as found, each with why."""
@@ -201,17 +200,17 @@ class Hosts:
             found[worst] = f"{one} does not reach {other} ({faults[one, other]})"
         return found
 
-    def _probe(self, host: str) -> Probe:
-        return Probe(host, self._options.start_seconds / 3)
+    def _probe(self, host: str) -> Future[bool]:
+        return _in_thread(lambda: can_start(host, self._options.start_seconds / 3, self._is_over))
 
     def _try_left_out(self, now: float) -> None:
         """Tries hosts whose time is over; those on which mpirun can start something are used again."""
         for host, until in list(self._left_out.items()):
             if host not in self._probes and now > until:
                 self._probes[host] = self._probe(host)
-            elif host in self._probes and (worked := self._probes[host].worked) is not None:
-                del self._probes[host]
-                if worked and not self.find_apart({host, *(link.host for link in self._begun)}):
+            elif host in self._probes and self._probes[host].done():
+                begun = [link.host for link in self._begun]
+                if self._probes.pop(host).result() and not self.find_apart({host, *begun}):
                     del self._left_out[host]
                 else:
                     self.leave_out(host, "no rank can be started on it")
@@ -373,7 +372,7 @@ class Hosts:
         """Ends all keepers, which remove what is the job's, or keep it for as long as without a manager."""
         self._is_over.set()
         for probe in self._probes.values():
-            probe.end()
+            probe.exception()  # once it has cleaned up
         for link in self.links.values():
             link.quit(keeps)
         deadline = time.monotonic() + END_SECONDS
@@ -381,9 +380,9 @@ class Hosts:
             link.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _in_thread(do: Callable[[], dict[str, int]]) -> Future[dict[str, int]]:
+def _in_thread(do: Callable[[], Result]) -> Future[Result]:
     """Calls a function in a thread that may outlive the job."""
-    answer: Future[dict[str, int]] = Future()
+    answer: Future[Result] = Future()
 
     def run() -> None:
         try:

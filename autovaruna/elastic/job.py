@@ -35,6 +35,7 @@ from autovaruna.errors import ConfigError
 
 Grid = Sequence[Sequence[int]]
 
+_LOOK_SECONDS = 0.05
 _SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be silent and still go on
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
@@ -319,31 +320,20 @@ class MpiJob:
         self._process.terminate()
 
 
-class Probe:
-    """Tries whether mpirun can start a process on a host, for so many seconds at most."""
-
-    def __init__(self, host: str, seconds: float) -> None:
-        words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
-        mpirun = find_mpirun()
-        variables = {**os.environ, **AS_ROOT, **_beside_allocation([host]), **quoting_ssh(mpirun)}
-        self._deadline = time.monotonic() + seconds
-        self._process = _mpirun(
-            mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
-        )
-
-    @property
-    def worked(self) -> bool | None:
-        """Whether it could; None: that is not known yet."""
-        if self._process.poll() is None and time.monotonic() < self._deadline:
-            return None
-        self.end()
-        return self._process.wait() == 0
-
-    def end(self) -> None:
-        """Ends it, with the ssh that it has started."""
-        _kill_session(self._process.pid)
-        self._process.wait()
-        _remove_folder(self._process.pid)
+def can_start(host: str, seconds: float, is_over: threading.Event) -> bool:
+    """Tries whether mpirun can start a process on a host, for so many seconds at most, and until it is over."""
+    words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
+    mpirun, deadline = find_mpirun(), time.monotonic() + seconds
+    variables = {**os.environ, **AS_ROOT, **_beside_allocation([host]), **quoting_ssh(mpirun)}
+    call: Callable[[str], list[str]] = lambda file: [mpirun, "--hostfile", file, *words]  # noqa: E731
+    process = _mpirun(mpirun, {host: 1}, call, variables, subprocess.DEVNULL)
+    while process.poll() is None and time.monotonic() < deadline and not is_over.wait(_LOOK_SECONDS):
+        pass
+    status = process.poll()
+    _kill_session(process.pid)  # with the ssh that it has started
+    process.wait()
+    _remove_folder(process.pid)
+    return status == 0
 
 
 def _beside_allocation(hosts: Collection[str]) -> dict[str, str]:

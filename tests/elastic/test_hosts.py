@@ -192,17 +192,17 @@ def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_sta
 ) -> None:
     """It is told once."""
     find_mpirun()
-    probe = module.Probe
+    can_start = module.can_start
     with job_hosts(tmp_path, MorphingOptions(None, 1, start_seconds=15.0)) as hosts:
         assert hosts.find_unfit([HOST, OTHER]) == [OTHER]
         assert hosts.can_do_without([OTHER]) and not hosts.can_do_without([HOST])
         monkeypatch.setattr(module, "_FAILED_SECONDS", 0.5)
-        monkeypatch.setattr(module, "Probe", lambda host, seconds: probe(OTHER, seconds))
+        monkeypatch.setattr(module, "can_start", lambda host, *others: can_start(OTHER, *others))
         begin = time.monotonic()
         hosts.leave_out(HOST, "its memory is full")
         for _ in range(2):
             assert not look(hosts), "nothing can be started there"
-        monkeypatch.setattr(module, "Probe", probe)
+        monkeypatch.setattr(module, "can_start", can_start)
         wait_for(lambda: look(hosts) == {HOST}, "the host")
         assert time.monotonic() - begin > 1.5
     said = capsys.readouterr().err
