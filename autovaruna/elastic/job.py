@@ -222,12 +222,9 @@ class MpiJob:
 
         A job of which not every rank has said that it ended well has not ended well, whatever mpirun says.
         """
-        if self._status is None:
-            self._status = self._wait()
-        return self._status
-
-    def _wait(self) -> int:
         assert self._process is not None
+        if self._status is not None:
+            return self._status
         status = self._process.wait()
         _remove_folder(self._process.pid)
         self.output.wait()
@@ -237,7 +234,8 @@ class MpiJob:
         if not self._num_ends and (words := self._words_of_end(status, rank, fault, missing)):
             show(sys.stderr, f"run_varuna: {words}\n")
         status = fault or status or int(bool(missing))
-        return status if status >= 0 else 128 - status
+        self._status = status if status >= 0 else 128 - status
+        return self._status
 
     def _words_of_end(self, status: int, rank: int, fault: int, missing: list[int]) -> str:
         """Says why the job has not ended well, as far as its ranks have not; empty: they have, or a manager says it."""

@@ -149,7 +149,7 @@ class Keeper:
                 more = {"state": state_of(progress.process), "gone_seconds": now - self._gone.get(folder.name, now)}
                 ranks[rank] = {**asdict(progress), **more, "work": work}
                 predicted = predicted or ({} if known else read_predicted(folder))
-        attempt = self._attempt
+        attempt, is_late = self._attempt, self._copy_fault and time.monotonic() > self._copied_at + _HICCUP_SECONDS
         return {
             "attempt": None if attempt is None else attempt.number,
             "ranks": ranks,
@@ -157,7 +157,7 @@ class Keeper:
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
             "copy_seconds": self._copy_seconds,
-            "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and self._is_late else None,
+            "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and is_late else None,
             "is_alone": attempt is not None and (attempt_folder(self.folder, attempt.number) / ALONE).exists(),
             "kept": self._kept,
             "is_full": (self.folder / FULL).exists(),
@@ -340,11 +340,6 @@ class Keeper:
         if self._attempt is not attempt:
             raise OSError("the attempt is over")
         return (self.folder / LEAVE).exists()
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether copies have not arrived for longer than one hiccup takes."""
-        return bool(self._copy_fault) and time.monotonic() > self._copied_at + _HICCUP_SECONDS
 
     def _copy_newest(self, attempt: Attempt, connection: Connection, pace: CopyPace) -> None:
         """Copies the newest step that all ranks of this host have, unless that is done."""

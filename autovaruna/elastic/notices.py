@@ -59,11 +59,6 @@ class Address:
     asked: Mapping[str, str] = field(default_factory=dict)  # what the job was started with, beside its name
     silent_seconds: float = 0.0  # for how long the file had not been touched when it was found
 
-    @property
-    def reached_at(self) -> str:
-        """A name of its host, which may be one that nobody can look up."""
-        return "localhost" if self.host == socket.gethostname() else self.host
-
     def write(self, path: Path) -> None:
         """Writes the file, if there is a HOME that can be written to; else there are no notices from elsewhere."""
         before = os.umask(0o077)
@@ -151,7 +146,8 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     for path, address in _addresses():
         try:
             own = Authority(address.key).credentials(_NOTIFIER)
-            with connect(address.reached_at, address.port, own, _MANAGER) as connection:
+            at = "localhost" if address.host == socket.gethostname() else address.host  # a name may be of no use
+            with connect(at, address.port, own, _MANAGER) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
                 faults.append(json.loads(connection.recv_bytes())["fault"])
         except (OSError, EOFError, ValueError):

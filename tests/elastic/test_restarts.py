@@ -203,6 +203,32 @@ def test_for_what_a_job_left_that_ended_long_ago_nobody_waits(tmp_path: Path) ->
     assert "elsewhere.invalid cannot be used" in said and "waiting" not in said, said
 
 
+STANDS_STILL = """
+import runpy
+from autovaruna.elastic import run
+run._PAUSE_SECONDS, run.SILENT_SECONDS = 1.0, {silent_seconds}
+runpy.run_module("autovaruna", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("silent_seconds", "goal"), [(5.0, "autovaruna: training"), (30.0, "[0] step 150")], ids=["long", "for a moment"]
+)
+def test_a_manager_that_was_stopped_says_so_and_blames_no_rank(
+    tmp_path: Path, silent_seconds: float, goal: str
+) -> None:
+    """Once, ranks were said to hang, or mpirun to have ended; keepers are as patient here as ever."""
+    program = "-c", STANDS_STILL.format(silent_seconds=silent_seconds)
+    with started(tmp_path, RESUMES, num_ranks=1, program=program) as job:
+        said = read_until(job, "[0] step 9")
+        job.send_signal(signal.SIGSTOP)
+        time.sleep(4.0)
+        job.send_signal(signal.SIGCONT)
+        said += read_until(job, goal)
+    ended = re.findall(r"autovaruna: (.*): the job is started again", said)
+    assert [words.startswith("the manager itself stood still for") for words in ended] == [True] * (silent_seconds < 30)
+
+
 BREAKS = """
 import os, runpy
 from autovaruna.elastic.hosts import Hosts
