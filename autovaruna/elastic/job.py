@@ -32,6 +32,7 @@ from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import STARTED
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.errors import ConfigError
+from autovaruna.ranks.system import memory_file
 
 Grid = Sequence[Sequence[int]]
 
@@ -358,7 +359,7 @@ def _mpirun(
     mpirun: str, hosts: Mapping[str, int], call: Callable[[str], list[str]], variables: Mapping[str, str], output: int
 ) -> subprocess.Popen[bytes]:
     """Starts an mpirun, by its call with a file of hosts; raises ConfigError if it cannot be."""
-    file = os.memfd_create("hosts")  # a file in a folder would stay if this process were killed
+    file = memory_file("hosts")  # a file in a folder would stay if this process were killed
     os.write(file, "".join(f"{name} slots={count}\n" for name, count in hosts.items()).encode())
     try:
         return subprocess.Popen(

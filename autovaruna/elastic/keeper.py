@@ -68,6 +68,7 @@ from autovaruna.elastic.job_folder import (
 )
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.ranks.launcher import own_and_old, remove_leftovers
+from autovaruna.ranks.system import process_file
 from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
@@ -299,7 +300,7 @@ class Keeper:
                 progress = Progress.read(folder) if folder.name not in gone else None
                 if progress is not None:
                     try:
-                        files[os.pidfd_open(progress.process)] = folder.name
+                        files[process_file(progress.process)] = folder.name
                     except OSError:  # it has gone, or the system is too old for this
                         if not is_alive(progress.process):
                             gone[folder.name] = time.monotonic()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autovaruna.errors import RankError
+from autovaruna.ranks.system import process_file
 
 _PATIENCE_SECONDS = 2.0
 """How long a rank may take to appear: a launcher starts all of a host at once."""
@@ -123,8 +124,8 @@ def end_with(process: int) -> None:
         os._exit(1)
 
     with suppress(OSError):
-        if process > 1 and hasattr(os, "pidfd_open"):
-            waiting = os.pidfd_open(process)
+        if process > 1:
+            waiting = process_file(process)
             threading.Thread(target=wait, args=(waiting,), name="autovaruna-launcher", daemon=True).start()
 
 

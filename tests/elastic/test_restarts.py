@@ -68,13 +68,18 @@ def test_starts_again_that_come_no_further_are_spaced_out() -> None:
 
 @contextmanager
 def started(
-    folder: Path, script: str, *options: str, num_ranks: int = 2, program: tuple[str, str] = ("-m", "autovaruna")
+    folder: Path,
+    script: str,
+    *options: str,
+    num_ranks: int = 2,
+    program: tuple[str, str] = ("-m", "autovaruna"),
+    start: tuple[str, ...] = ("--no_standby",),
 ) -> Iterator[subprocess.Popen[str]]:
     """Starts a job that may be started again three times; it is killed at the end of the context if it still runs."""
     find_mpirun()
     (folder / "train.py").write_text(f"import os, signal, subprocess, sys, time\n{script}\n")
-    call = [sys.executable, *program, "run", "--no_standby", "--ranks_per_host", str(num_ranks)]
-    variables = {**os.environ, **QUIET, "HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, *program, "run", *start, "--ranks_per_host", str(num_ranks)]
+    variables = {**os.environ, **QUIET, "HOME": str(folder), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     job = subprocess.Popen(
         [*call, "--max_restarts", "3", *options, "train.py"], cwd=folder, env=variables, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -201,6 +206,15 @@ def test_for_what_a_job_left_that_ended_long_ago_nobody_waits(tmp_path: Path) ->
     with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
         said = read_until(job, "autovaruna: training")
     assert "elsewhere.invalid cannot be used" in said and "waiting" not in said, said
+
+
+def test_a_python_that_was_built_for_an_older_system_will_do(tmp_path: Path) -> None:
+    """Once, no job could be started by that of conda, whose `os` has neither files in memory nor those of processes."""
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")
+    dies = "    step == 9 and not os.path.exists('x') and (open('x', 'w'), os.kill(os.getpid(), signal.SIGKILL))\n"
+    with started(tmp_path, RESUMES + dies, num_ranks=1, start=()) as job:
+        said = read_until(job, "autovaruna: training", count=2)
+    assert "rank 0 was ended by SIGKILL: the job is started again" in said, said
 
 
 STANDS_STILL = """
