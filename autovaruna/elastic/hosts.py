@@ -78,7 +78,7 @@ class Hosts:
             self._open(host)
         threading.Thread(target=ping_all, args=(self.links, self._is_over), daemon=True).start()
         deadline = time.monotonic() + self._options.start_seconds
-        while any(not link.is_ready and not link.is_gone for link in self.links.values()):
+        while any(not (link.is_ready or link.is_gone or self.standby_fault(host)) for host, link in self.links.items()):
             check()
             if time.monotonic() > deadline:
                 break
