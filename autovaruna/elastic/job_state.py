@@ -90,24 +90,22 @@ def hand_out(
         own: dict[str, str] = {}
         others: dict[str, Any] = {}
         for held in state.held.values():
-            chosen = min(
+            near = sorted(
                 held, key=lambda each: (each.host != host, (host, each.host) in unreached, each.host not in hosts)
-            )  # of hosts that are left out last: not all may reach them
-            is_near = (host, chosen.host) not in unreached
-            third = [each for each in hosts if (host, each) not in unreached and (each, chosen.host) not in unreached]
-            if not (is_near or third):
-                failed[host] = f"it does not reach {chosen.host}, which alone has a part of step {state.step}"
-                break
-            source, place = (chosen.host, chosen.place) if is_near else (third[0], "restore")
-            where = {name: f"{place}/{name}" for name in chosen.part.files}
-            if source == host:
-                own |= where
-            else:
-                keeper = links[source]
-                pointers = {name: Pointer(keeper.address, keeper.port, source, path) for name, path in where.items()}
-                others |= {name: asdict(pointer) for name, pointer in pointers.items()}
-        else:
-            asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
+            )
+            source, place = near[0].host, near[0].place  # of hosts that are left out last: not all may reach them
+            if (host, source) in unreached:
+                third = [each for each in hosts if not {(host, each), (each, source)} & {*unreached}]
+                if not third:
+                    failed[host] = f"it does not reach {source}, which alone has a part of step {state.step}"
+                source, place = next(iter(third), source), "restore"
+            for name in near[0].part.files:
+                where = f"{place}/{name}"
+                if source == host:
+                    own[name] = where
+                else:
+                    others[name] = asdict(Pointer(links[source].address, links[source].port, source, where))
+        asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
     done = answers(asked, _INVENTORY_SECONDS)
     late = {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}
     return failed | late
