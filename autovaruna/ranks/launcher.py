@@ -172,7 +172,7 @@ def own_and_old(paths: Iterable[Path], least_seconds: float = _STARTING_SECONDS)
     for path in paths:
         with suppress(OSError):
             status = path.lstat()
-            is_old = time.time() - status.st_mtime > least_seconds
+            is_old = abs(time.time() - status.st_mtime) > least_seconds  # also where the clock was set back since
             if status.st_uid == os.getuid() and is_old and not path.is_symlink():
                 found.append(path)
     return found
