@@ -224,6 +224,8 @@ class Manager:
             state = self._find_state() if self._watch.attempt else None
             names = self._wait_for_hosts()
             self._hosts.sources = [] if state is None else state.hosts
+            if self._hosts.unreached:  # or were, when they were last asked
+                self._hosts.find_apart({*names, *self._hosts.sources})
             failed = {} if state is None else hand_out(state, names, self._hosts.links, self._hosts.unreached)
             if not failed:
                 return names, state
