@@ -16,7 +16,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -389,7 +388,7 @@ class Keeper:
 
     def full_folder(self) -> str:
         """Returns the folder for temporary files, if it has no room, or no inodes; empty: it has."""
-        room = os.statvfs(folder := tempfile.gettempdir())
+        room = os.statvfs(folder := os.environ.get("TMPDIR", "/tmp"))  # tempfile goes elsewhere if that is full
         return folder if not room.f_bavail or (room.f_files and not room.f_favail) else ""
 
     # other keepers and ranks

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -260,7 +259,8 @@ def test_a_host_whose_temporary_folder_is_full_says_so(
     own = Keeper(tmp_path, AUTHORITY.credentials("localhost"), None, 0.1)
     room = SimpleNamespace(f_bavail=num_blocks, f_files=9, f_favail=num_inodes)
     monkeypatch.setattr(os, "statvfs", lambda folder: room)
-    assert own.full_folder() == (tempfile.gettempdir() if is_full else "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert own.full_folder() == (str(tmp_path) if is_full else "")
 
 
 def test_what_ssh_asks_is_told_and_it_is_cut_off_with_all_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
