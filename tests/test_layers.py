@@ -28,7 +28,8 @@ LEVELS = {
     " > call module_state constant_values side_effects > opaque lengths > export > facts traced > batch"
     " > grouping pieces > methods trace",
     "evidence": "clock verify stage_rows refusal > sample_runs > witness",
-    "ranks": "launcher tls transport > exchange > deadlock > reduction > world > buckets environment torch_channel",
+    "ranks": "system launcher tls transport > exchange > deadlock > reduction > world"
+    " > buckets environment torch_channel",
     "runtime": "metrics autograd remote_parameter batch mail timeline > weights"
     " > optimizer clipping scaler > gradients > program > witness > outputs executor > step > engine",
     "session": "links manager_link memory shared_call > batch_values measuring run traces > generation model recheck"

@@ -12,7 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import autovaruna
+from autovaruna.ranks.launcher import text_of
 
+SILENT_SECONDS = 30.0  # after so long without a word of the manager, a keeper takes it for lost, and ends its ranks
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 _ALONE_SECONDS = 2.0  # a keeper whose manager has not spoken to it for so long may be replaced
@@ -63,10 +65,7 @@ def birth_of(process: int) -> str:
 
 
 def _stat_of(process: int) -> list[str]:
-    try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return [""]
+    return text_of(Path(f"/proc/{process}/stat")).rpartition(")")[2].split() or [""]
 
 
 def memory_kills() -> int:

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autovaruna.elastic.host_list import is_one, is_this_machine, list_hosts
-from autovaruna.elastic.job import Probe
+from autovaruna.elastic.job import can_start
 from autovaruna.elastic.link import Link, answers, ping_all
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions
@@ -25,6 +25,7 @@ from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError
 from autovaruna.ranks.tls import Authority
 
+Result = TypeVar("Result")
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
@@ -50,6 +51,8 @@ class Hosts:
         self.links: dict[str, Link] = {}
         self.noticed: dict[str, float] = {}  # hosts that are to be left, with when they go, on the monotonic clock
         self.lost: set[str] = set()  # hosts of the run that do not answer any more
+        self.unreached: dict[tuple[str, str], str] = {}  # by host, and the one it was last found not to reach, why
+        self.sources: list[str] = []  # the hosts that the state of the run comes from
         self.slow = SlowRanks(log, options.slow_factor)
         self.check: Callable[[dict[str, int]], object] = lambda listed: None  # raises if the job cannot run on a list
         self._options = options
@@ -59,7 +62,7 @@ class Hosts:
         self._delays: dict[str, float] = {}
         self._left_out: dict[str, float] = {}  # until when hosts are, that have failed
         self._failed: dict[str, float] = {}  # for how long each was left out last
-        self._probes: dict[str, Probe] = {}
+        self._probes: dict[str, Future[bool]] = {}  # of hosts that were left out
         self._told: set[tuple[str, ...]] = set()
         self._begun: list[Link] = []
         self._machine_time = _time_of(options.machine_list)
@@ -75,7 +78,7 @@ class Hosts:
             self._open(host)
         threading.Thread(target=ping_all, args=(self.links, self._is_over), daemon=True).start()
         deadline = time.monotonic() + self._options.start_seconds
-        while any(not link.is_ready and not link.is_gone for link in self.links.values()):
+        while any(not (link.is_ready or link.is_gone or self.standby_fault(host)) for host, link in self.links.items()):
             check()
             if time.monotonic() > deadline:
                 break
@@ -107,14 +110,27 @@ class Hosts:
         up = {host for host, link in self.up().items() if not link.fault}
         left = up - self.noticed.keys() - self._left_out.keys()
         fit = {host: count for host, count in self.listed.items() if host in left}
+        if self._are_enough(whole := {host: count for host, count in fit.items() if not self.standby_fault(host)}):
+            fit = whole
         quick = {host: count for host, count in fit.items() if not self.slow.leaves_out(host)}
-        if len(quick) == len(fit) or sum(quick.values()) >= max(1, self._options.min_ranks):
+        if len(quick) == len(fit) or self._are_enough(quick):
             return quick
         slow = ", ".join(fit.keys() - quick.keys())
         self._log.record("slow", f"host {slow} is used all the same: a slow host is better than none")
         for host in fit:
             self.slow.forgive(host)
         return fit
+
+    def _are_enough(self, hosts: Mapping[str, int]) -> bool:
+        return sum(hosts.values()) >= max(1, self._options.min_ranks)
+
+    def reports(self, hosts: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """Returns the last reports of those of some hosts that have a keeper."""
+        return {host: self.links[host].report for host in hosts if host in self.links}
+
+    def standby_fault(self, host: str) -> str:
+        """Says why what ranks import cannot be imported on a host, as far as that is known; empty: it can."""
+        return "".join(report.get("standby_fault", "") for report in self.reports([host]).values())
 
     def can_do_without(self, hosts: Collection[str]) -> bool:
         """Says whether the job has enough ranks without some of its hosts."""
@@ -141,6 +157,8 @@ class Hosts:
         if now - self._last_poll < BEAT_SECONDS:
             return
         self._last_poll = now
+        with suppress(OSError):
+            os.utime(self._own_file)  # so that it is known when this manager was there last
         self._read_list()
         for host in self.listed:
             link = self.links.get(host)
@@ -154,7 +172,7 @@ class Hosts:
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
-                self._tell_unusable(host, link.fault or link.report.get("standby_fault", ""))
+                self._tell_unusable(host, link.fault or self.standby_fault(host))
             elif now - link.began > self._options.start_seconds:
                 self._tell_unusable(host, link.words or _SILENT)
                 link.cut()
@@ -163,9 +181,7 @@ class Hosts:
     def find_unfit(self, hosts: Iterable[str]) -> list[str]:
         """Tries each host by itself; returns those on which mpirun can start nothing."""
         probes = {host: self._probe(host) for host in hosts}
-        while any(probe.worked is None for probe in probes.values()):
-            time.sleep(LOOK_SECONDS)
-        return [host for host, probe in probes.items() if not probe.worked]
+        return [host for host, probe in probes.items() if not probe.result()]
 
     def find_apart(self, hosts: Collection[str]) -> dict[str, str]:
         """Returns the fewest hosts without which all others reach each other, as far as found, each with why."""
@@ -175,6 +191,7 @@ class Hosts:
             link.host: link.ask("reach", others=[each for each in places if each[0] != link.host]) for link in links
         }
         faults = {(one, other): why for one, its in answers(asked, END_SECONDS).items() for other, why in its.items()}
+        self.unreached = {pair: why for pair, why in self.unreached.items() if not asked.keys() >= set(pair)} | faults
         found: dict[str, str] = {}
         while left := [pair for pair in faults if not found.keys() & set(pair)]:
             counts = Counter(host for pair in left for host in pair)
@@ -183,17 +200,17 @@ class Hosts:
             found[worst] = f"{one} does not reach {other} ({faults[one, other]})"
         return found
 
-    def _probe(self, host: str) -> Probe:
-        return Probe(host, self._options.start_seconds / 3)
+    def _probe(self, host: str) -> Future[bool]:
+        return _in_thread(lambda: can_start(host, self._options.start_seconds / 3, self._is_over))
 
     def _try_left_out(self, now: float) -> None:
         """Tries hosts whose time is over; those on which mpirun can start something are used again."""
         for host, until in list(self._left_out.items()):
             if host not in self._probes and now > until:
                 self._probes[host] = self._probe(host)
-            elif host in self._probes and (worked := self._probes[host].worked) is not None:
-                del self._probes[host]
-                if worked and not self.find_apart({host, *(link.host for link in self._begun)}):
+            elif host in self._probes and self._probes[host].done():
+                begun = [link.host for link in self._begun]
+                if self._probes.pop(host).result() and not self.find_apart({host, *begun}):
                     del self._left_out[host]
                 else:
                     self.leave_out(host, "no rank can be started on it")
@@ -291,8 +308,8 @@ class Hosts:
 
     def record_copy_faults(self, hosts: Iterable[str]) -> None:
         """Records, once for each reason, of which hosts no copies arrive at another one that is there."""
-        for host in hosts:
-            to, why = self.links[host].report.get("copy_fault") or ("", "") if host in self.links else ("", "")
+        for host, report in self.reports(hosts).items():
+            to, why = report.get("copy_fault") or ("", "")
             if to in self.links and self.links[to].is_answering and (host, to, why) not in self._told:
                 self._told.add((host, to, why))
                 text = f"no copies of {host} arrive at {to}: {why}. What {host} has in memory is lost with it"
@@ -300,9 +317,7 @@ class Hosts:
 
     def copy_seconds(self, hosts: Iterable[str]) -> float:
         """Returns how long the last copies between hosts took, at most."""
-        return max(
-            (self.links[host].report.get("copy_seconds", 0.0) for host in hosts if host in self.links), default=0.0
-        )
+        return max((report.get("copy_seconds", 0.0) for report in self.reports(hosts).values()), default=0.0)
 
     def keeps_older(self, host: str, step: int) -> bool:
         """Says whether a host still keeps of earlier runs what is no newer than a step."""
@@ -344,9 +359,8 @@ class Hosts:
 
     def cut(self, hosts: Iterable[str]) -> None:
         """Gives hosts up that do not answer."""
-        for host in hosts:
-            if (link := self.links.get(host)) is not None:
-                link.cut()
+        for host in self.links.keys() & set(hosts):
+            self.links[host].cut()
 
     def release(self, hosts: Iterable[str]) -> None:
         """Ends the keepers of hosts that are not in the list any more, but this machine's, which would end mpirun."""
@@ -358,7 +372,7 @@ class Hosts:
         """Ends all keepers, which remove what is the job's, or keep it for as long as without a manager."""
         self._is_over.set()
         for probe in self._probes.values():
-            probe.end()
+            probe.exception()  # once it has cleaned up
         for link in self.links.values():
             link.quit(keeps)
         deadline = time.monotonic() + END_SECONDS
@@ -366,9 +380,9 @@ class Hosts:
             link.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _in_thread(do: Callable[[], dict[str, int]]) -> Future[dict[str, int]]:
+def _in_thread(do: Callable[[], Result]) -> Future[Result]:
     """Calls a function in a thread that may outlive the job."""
-    answer: Future[dict[str, int]] = Future()
+    answer: Future[Result] = Future()
 
     def run() -> None:
         try:

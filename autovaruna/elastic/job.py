@@ -32,9 +32,11 @@ from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import STARTED
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.errors import ConfigError
+from autovaruna.ranks.system import memory_file
 
 Grid = Sequence[Sequence[int]]
 
+_LOOK_SECONDS = 0.05
 _SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be silent and still go on
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
@@ -221,12 +223,9 @@ class MpiJob:
 
         A job of which not every rank has said that it ended well has not ended well, whatever mpirun says.
         """
-        if self._status is None:
-            self._status = self._wait()
-        return self._status
-
-    def _wait(self) -> int:
         assert self._process is not None
+        if self._status is not None:
+            return self._status
         status = self._process.wait()
         _remove_folder(self._process.pid)
         self.output.wait()
@@ -236,7 +235,8 @@ class MpiJob:
         if not self._num_ends and (words := self._words_of_end(status, rank, fault, missing)):
             show(sys.stderr, f"run_varuna: {words}\n")
         status = fault or status or int(bool(missing))
-        return status if status >= 0 else 128 - status
+        self._status = status if status >= 0 else 128 - status
+        return self._status
 
     def _words_of_end(self, status: int, rank: int, fault: int, missing: list[int]) -> str:
         """Says why the job has not ended well, as far as its ranks have not; empty: they have, or a manager says it."""
@@ -319,31 +319,20 @@ class MpiJob:
         self._process.terminate()
 
 
-class Probe:
-    """Tries whether mpirun can start a process on a host, for so many seconds at most."""
-
-    def __init__(self, host: str, seconds: float) -> None:
-        words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
-        mpirun = find_mpirun()
-        variables = {**os.environ, **AS_ROOT, **_beside_allocation([host]), **quoting_ssh(mpirun)}
-        self._deadline = time.monotonic() + seconds
-        self._process = _mpirun(
-            mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
-        )
-
-    @property
-    def worked(self) -> bool | None:
-        """Whether it could; None: that is not known yet."""
-        if self._process.poll() is None and time.monotonic() < self._deadline:
-            return None
-        self.end()
-        return self._process.wait() == 0
-
-    def end(self) -> None:
-        """Ends it, with the ssh that it has started."""
-        _kill_session(self._process.pid)
-        self._process.wait()
-        _remove_folder(self._process.pid)
+def can_start(host: str, seconds: float, is_over: threading.Event) -> bool:
+    """Tries whether mpirun can start a process on a host, for so many seconds at most, and until it is over."""
+    words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
+    mpirun, deadline = find_mpirun(), time.monotonic() + seconds
+    variables = {**os.environ, **AS_ROOT, **_beside_allocation([host]), **quoting_ssh(mpirun)}
+    call: Callable[[str], list[str]] = lambda file: [mpirun, "--hostfile", file, *words]  # noqa: E731
+    process = _mpirun(mpirun, {host: 1}, call, variables, subprocess.DEVNULL)
+    while process.poll() is None and time.monotonic() < deadline and not is_over.wait(_LOOK_SECONDS):
+        pass
+    status = process.poll()
+    _kill_session(process.pid)  # with the ssh that it has started
+    process.wait()
+    _remove_folder(process.pid)
+    return status == 0
 
 
 def _beside_allocation(hosts: Collection[str]) -> dict[str, str]:
@@ -370,7 +359,7 @@ def _mpirun(
     mpirun: str, hosts: Mapping[str, int], call: Callable[[str], list[str]], variables: Mapping[str, str], output: int
 ) -> subprocess.Popen[bytes]:
     """Starts an mpirun, by its call with a file of hosts; raises ConfigError if it cannot be."""
-    file = os.memfd_create("hosts")  # a file in a folder would stay if this process were killed
+    file = memory_file("hosts")  # a file in a folder would stay if this process were killed
     os.write(file, "".join(f"{name} slots={count}\n" for name, count in hosts.items()).encode())
     try:
         return subprocess.Popen(

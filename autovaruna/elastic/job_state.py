@@ -76,26 +76,39 @@ def find_state(links: Sequence[Link], within: str = "", aside: Collection[tuple[
     return State(*max(fit)[:2], found[max(fit)], ages[max(fit)[:2]]) if fit else None
 
 
-def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
-    """Has each host link its files of a state, and point to those of others; returns those that cannot, with why."""
+def hand_out(
+    state: State, hosts: Collection[str], links: Mapping[str, Link], unreached: Collection[tuple[str, str]] = ()
+) -> dict[str, str]:
+    """Has each host link its files of a state, and point to those of others; returns those that cannot, with why.
+
+    What lies on a host that it is known not to reach, it reads by a third one that reaches that.
+    """
     texts = small_files([held[0].part for _, held in sorted(state.held.items())])
     asked: dict[str, Future[Any]] = {}
+    failed: dict[str, str] = {}
     for host in hosts:
         own: dict[str, str] = {}
         others: dict[str, Any] = {}
         for held in state.held.values():
-            near = sorted(held, key=lambda each: (each.host != host, each.host not in hosts))
-            chosen = near[0]  # of hosts that are left out last: not all may reach them
-            for name in chosen.part.files:
-                where = f"{chosen.place}/{name}"
-                if chosen.host == host:
+            near = sorted(
+                held, key=lambda each: (each.host != host, (host, each.host) in unreached, each.host not in hosts)
+            )
+            source, place = near[0].host, near[0].place  # of hosts that are left out last: not all may reach them
+            if (host, source) in unreached:
+                third = [each for each in hosts if not {(host, each), (each, source)} & {*unreached}]
+                if not third:
+                    failed[host] = f"it does not reach {source}, which alone has a part of step {state.step}"
+                source, place = next(iter(third), source), "restore"
+            for name in near[0].part.files:
+                where = f"{place}/{name}"
+                if source == host:
                     own[name] = where
                 else:
-                    keeper = links[chosen.host]
-                    others[name] = asdict(Pointer(keeper.address, keeper.port, chosen.host, where))
+                    others[name] = asdict(Pointer(links[source].address, links[source].port, source, where))
         asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
     done = answers(asked, _INVENTORY_SECONDS)
-    return {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}
+    late = {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}
+    return failed | late
 
 
 class Checkpoints:

@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer
+from autovaruna.checkpoint.remote_file import CREDENTIALS, Pointer, open_bytes
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic.copies import CopyPace, send_part
 from autovaruna.elastic.host_processes import (
+    SILENT_SECONDS,
     acquire_from_abandoned,
     acquire_lock,
     end_all,
@@ -65,7 +66,8 @@ from autovaruna.elastic.job_folder import (
     write_record,
 )
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
-from autovaruna.ranks.launcher import remove_leftovers
+from autovaruna.ranks.launcher import own_and_old, remove_leftovers
+from autovaruna.ranks.system import process_file
 from autovaruna.ranks.tls import MOST_BYTES, Connection, Credentials, Server, connect
 
 _LOOK_SECONDS = 0.02
@@ -74,9 +76,7 @@ _PATIENCE_SECONDS = 5.0
 _HICCUP_SECONDS = 0.5
 _HURRY_SECONDS = 3.0  # that a connection to another keeper may take, so that a firewall is told of soon
 _ALONE_SECONDS = 8.0  # after so long without copies, longer than a lost host goes unnoticed, ranks go on without
-_SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
 _PAGE_BYTES = 4096
-_STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Keeper:
                 more = {"state": state_of(progress.process), "gone_seconds": now - self._gone.get(folder.name, now)}
                 ranks[rank] = {**asdict(progress), **more, "work": work}
                 predicted = predicted or ({} if known else read_predicted(folder))
-        attempt = self._attempt
+        attempt, is_late = self._attempt, self._copy_fault and time.monotonic() > self._copied_at + _HICCUP_SECONDS
         return {
             "attempt": None if attempt is None else attempt.number,
             "ranks": ranks,
@@ -157,7 +157,7 @@ class Keeper:
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
             "copy_seconds": self._copy_seconds,
-            "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and self._is_late else None,
+            "copy_fault": [attempt.buddy[2], self._copy_fault] if attempt and attempt.buddy and is_late else None,
             "is_alone": attempt is not None and (attempt_folder(self.folder, attempt.number) / ALONE).exists(),
             "kept": self._kept,
             "is_full": (self.folder / FULL).exists(),
@@ -299,7 +299,7 @@ class Keeper:
                 progress = Progress.read(folder) if folder.name not in gone else None
                 if progress is not None:
                     try:
-                        files[os.pidfd_open(progress.process)] = folder.name
+                        files[process_file(progress.process)] = folder.name
                     except OSError:  # it has gone, or the system is too old for this
                         if not is_alive(progress.process):
                             gone[folder.name] = time.monotonic()
@@ -340,11 +340,6 @@ class Keeper:
         if self._attempt is not attempt:
             raise OSError("the attempt is over")
         return (self.folder / LEAVE).exists()
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether copies have not arrived for longer than one hiccup takes."""
-        return bool(self._copy_fault) and time.monotonic() > self._copied_at + _HICCUP_SECONDS
 
     def _copy_newest(self, attempt: Attempt, connection: Connection, pace: CopyPace) -> None:
         """Copies the newest step that all ranks of this host have, unless that is done."""
@@ -391,6 +386,11 @@ class Keeper:
             return slots[1 - slots.index(self._copies[folder])]
         return min(slots, key=lambda each: -1 if (its := read_part(each)) is None else its.step)
 
+    def full_folder(self) -> str:
+        """Returns the folder for temporary files, if it has no room, or no inodes; empty: it has."""
+        room = os.statvfs(folder := os.environ.get("TMPDIR", "/tmp"))  # tempfile goes elsewhere if that is full
+        return folder if not room.f_bavail or (room.f_files and not room.f_favail) else ""
+
     # other keepers and ranks
 
     def reach(self, others: Sequence[Sequence[Any]]) -> dict[str, str]:
@@ -416,9 +416,9 @@ class Keeper:
                 record_full(self.folder, error)
                 raise
             return
-        with open(self._inside(request["read"]), "rb") as file:
-            file.seek(int(request["offset"]))
-            connection.send_bytes(file.read(min(int(request["count"]), MOST_BYTES)))
+        with open_bytes(self._inside(request["read"])) as read_into:  # also what another keeper has, for a third one
+            data = memoryview(bytearray(min(int(request["count"]), MOST_BYTES)))
+            connection.send_bytes(data[: read_into(data, int(request["offset"]))])
 
     def _inside(self, place: str) -> Path:
         path = (self.folder / place).resolve()
@@ -486,11 +486,11 @@ class StandardStreams:
     def end_if_silent(self, keep_seconds: float) -> None:
         """Ends the ranks, and later the keeper, if the manager is silent while this process runs."""
         num_silent = 0
-        while num_silent < _SILENT_SECONDS + keep_seconds:
+        while num_silent < SILENT_SECONDS + keep_seconds:
             before = self._last_word
             time.sleep(1.0)
             num_silent = num_silent + 1 if self._last_word == before else 0
-            if num_silent == _SILENT_SECONDS:
+            if num_silent == SILENT_SECONDS:
                 self._keeper.end_ranks()
         self._keeper.quit()
         os._exit(1)
@@ -508,15 +508,12 @@ def _faults_of_host(settings: Mapping[str, Any]) -> str:
 def _remove_abandoned(folder: Path) -> None:
     """Removes the folders, beside a job's, of jobs of this user all of whose processes were killed on this host."""
     prefix, _, _ = folder.name.rpartition("-")
-    for other in folders_in(folder.parent, f"{prefix}-"):
+    others = [other for other in folders_in(folder.parent, f"{prefix}-") if other != folder and not other.is_symlink()]
+    for lock in own_and_old(other / LOCK for other in others):
         with suppress(OSError):
-            status = (other / LOCK).lstat()
-            is_old = time.time() - status.st_mtime > _STARTING_SECONDS
-            if other == folder or other.is_symlink() or other.stat().st_uid != os.getuid() or not is_old:
-                continue
-            if not processes_with(os.fsencode(other)) and (lock := acquire_lock(other / LOCK)) is not None:
-                shutil.rmtree(other, ignore_errors=True)
-                os.close(lock)
+            if not processes_with(os.fsencode(lock.parent)) and (file := acquire_lock(lock)) is not None:
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                os.close(file)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ _CONNECT_SECONDS = 3
 _PING_SECONDS = 0.5
 """How often a keeper is asked for its ranks."""
 _OF_SRUN = ("--overlap", "--quiet", "--unbuffered", "--nodes=1", "--ntasks=1", "--mpi=none", "--chdir=/")
+_MOST_WORDS = 4096  # of what a keeper or ssh writes, bytes
 _MOST_MISSED = 6  # answers that may be missed: a pause of the manager's own, however long, is one
 
 
@@ -116,7 +118,8 @@ class Link:
 
     def cut(self) -> None:
         """Gives up a keeper that does not answer; if it runs on, it ends by itself."""
-        self._process.kill()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with what ssh has started, as a ProxyCommand
 
     def _write(self, request: dict[str, Any]) -> bool:
         assert self._process.stdin is not None
@@ -173,8 +176,10 @@ class Link:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self.words = line.strip() or self.words
+        text = ""
+        while data := os.read(self._process.stderr.fileno(), _MOST_WORDS):  # a question of ssh is no whole line
+            text = (text + data.decode(errors="replace"))[-_MOST_WORDS:]
+            self.words = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), self.words)
 
 
 def _command(host: str) -> list[str]:

@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.checkpoint.folder import words_of_newest
-from autovaruna.elastic.host_processes import versions
+from autovaruna.elastic.host_processes import SILENT_SECONDS, versions
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
-from autovaruna.elastic.notices import Address, EventLog, new_address_file, pop_dead_manager, receiving_notices
+from autovaruna.elastic.notices import EventLog, new_address_file, own_address, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
@@ -65,18 +65,18 @@ class Manager:
         authority = Authority(known.key if known else "")
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
-        self._address = path, authority, job
+        self._path, self._authority = path, authority
+        self._own = own_address(authority, job, folder, known.attempt if known else 0, _asked_of(options))
         settings: dict[str, Any] = {"folder": str(self._folder), "standby": morphing.has_standby}
         settings["copy_share"] = morphing.copy_share
         settings |= {"keep_seconds": morphing.keep_seconds, "versions": versions()}
         settings["files"] = [str(options.code_dir), options.script]
         settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]
-        self._hosts = Hosts(options.hosts, morphing, settings, authority, self._address[0], self._log)
+        self._hosts = Hosts(options.hosts, morphing, settings, authority, path, self._log)
         self._hosts.check = lambda listed: choose(replace(options, hosts=listed))
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
         self._tried = set[str]()  # hosts on which the job has come to a step
-        self._own: Address | None = None
         self._watch = JobWatch(0)
         self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
@@ -87,9 +87,8 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        path, authority, job = self._address
-        asked = _asked_of(self._options)
-        notices = receiving_notices(path, self._hosts.notice, authority, job, self._folder.name, asked, self._known)
+        path = self._path
+        notices = receiving_notices(path, self._hosts.notice, self._authority, self._own)
         with ExitStack() as after, handling(self._record_signal), notices as self._own:
             if not path.exists():
                 text = f"{path} cannot be written: `notify` does not find this job, nor does a manager that follows it"
@@ -133,7 +132,8 @@ class Manager:
         up, known = self._hosts.up(), self._known
         self._watch = JobWatch(max([known.attempt if known else 0, *(link.attempt for link in up.values())]))
         self._held = max([self._held, *(link.held for link in up.values())])
-        if self._watch.attempt and self._held[0] < 0 and self._hosts.links.keys() - up.keys():
+        is_recent = known and known.silent_seconds < self._morphing.keep_seconds + 2 * SILENT_SECONDS
+        if self._watch.attempt and is_recent and self._held[0] < 0 and self._hosts.links.keys() - up.keys():
             self._held = 0, 0  # some step of those that do not answer
 
     def _record_kept(self) -> None:
@@ -163,11 +163,10 @@ class Manager:
         options = replace(options, variables={**variables, **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
-        if self._own is not None:
-            self._own = replace(self._own, attempt=self._watch.attempt + 1)
-            self._own.write(self._address[0])
+        self._own = replace(self._own, attempt=self._watch.attempt + 1)
+        self._own.write(self._path)
         factors = self._hosts.slow.factors()
-        self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
+        self._watch = JobWatch(self._watch.attempt + 1, self._watch, factors)
         place = JobPlace(
             folder=str(self._folder),
             attempt=self._watch.attempt,
@@ -184,16 +183,20 @@ class Manager:
         run.end([host for host in names if host not in outcome.lost])
         if run.watch.num_steps > (options.resume_step or 0):
             self._tried = (self._tried | names.keys()) - set(outcome.lost)
-        elif outcome.error and not outcome.killed and not run.watch.refusal and (new := self._untried(names)):
-            return replace(outcome, unfit=new, status=None)
+        elif outcome.error and not outcome.killed and not run.watch.refusal and (unfit := self._suspects(names)):
+            return replace(outcome, unfit=unfit, status=None)
         if state is not None and not outcome.lost and (words := run.watch.refusal):
             return self._put_aside(state, outcome, words)
         return outcome
 
-    def _untried(self, names: Collection[str]) -> tuple[str, ...]:
-        """Returns the hosts on which the job has come to no step yet, if it has on others, and these suffice."""
-        new = sorted(set(names) - self._tried)
-        return tuple(new) if self._tried and self._hosts.can_do_without(new) else ()
+    def _suspects(self, names: Collection[str]) -> tuple[str, ...]:
+        """Returns the hosts without which the script may not fail, if the others suffice.
+
+        They cannot import what ranks do; or the job has come to no step on them yet, but has on others.
+        """
+        broken = sorted(host for host in names if self._hosts.standby_fault(host))
+        found = broken or (sorted(set(names) - self._tried) if self._tried else [])
+        return tuple(found) if self._hosts.can_do_without(found) else ()
 
     def _put_aside(self, state: State, outcome: Outcome, words: str) -> Outcome:
         """Returns the outcome of a run that could not load its state: the next older one is taken."""
@@ -220,7 +223,10 @@ class Manager:
         while True:
             state = self._find_state() if self._watch.attempt else None
             names = self._wait_for_hosts()
-            failed = {} if state is None else hand_out(state, names, self._hosts.links)
+            self._hosts.sources = [] if state is None else state.hosts
+            if self._hosts.unreached:  # or were, when they were last asked
+                self._hosts.find_apart({*names, *self._hosts.sources})
+            failed = {} if state is None else hand_out(state, names, self._hosts.links, self._hosts.unreached)
             if not failed:
                 return names, state
             for host in failed.keys() & self._hosts.up().keys():
@@ -258,7 +264,7 @@ class Manager:
             text = (
                 f"goes on from step {state.step}, in memory of {', '.join(state.hosts)} for {state.age_seconds:.0f} s"
             )
-            asked, before = _asked_of(self._options), self._known.asked if self._known else {}
+            asked, before = self._own.asked, self._known.asked if self._known else {}
             others = [f"{name} is {asked[name]}, was {its}" for name, its in before.items() if asked.get(name) != its]
             text, self._known = "; ".join([text, *others]) + f": {where}", None
             details |= {"step": state.step, "from": state.hosts}

@@ -57,11 +57,7 @@ class Address:
     folder: str
     attempt: int = 0  # the newest run
     asked: Mapping[str, str] = field(default_factory=dict)  # what the job was started with, beside its name
-
-    @property
-    def reached_at(self) -> str:
-        """A name of its host, which may be one that nobody can look up."""
-        return "localhost" if self.host == socket.gethostname() else self.host
+    silent_seconds: float = 0.0  # for how long the file had not been touched when it was found
 
     def write(self, path: Path) -> None:
         """Writes the file, if there is a HOME that can be written to; else there are no notices from elsewhere."""
@@ -82,29 +78,26 @@ def new_address_file() -> Path:
     return Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
 
 
+def own_address(authority: Authority, job: str, folder: str, attempt: int, asked: Mapping[str, str]) -> Address:
+    """Returns the address of this process, which is the manager of a job, but for the port."""
+    own = os.getpid()
+    return Address(socket.gethostname(), 0, authority.key, own, birth_of(own), job, folder, attempt, asked)
+
+
 @contextmanager
 def receiving_notices(
-    path: Path,
-    record: Callable[[str, float], str],
-    authority: Authority,
-    job: str,
-    folder: str,
-    asked: Mapping[str, str],
-    known: Address | None,
+    path: Path, record: Callable[[str, float], str], authority: Authority, own: Address
 ) -> Iterator[Address]:
     """Receives notices within the context, by an address in a file, which stays if the manager is killed.
 
-    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none. `known` is
-    what an earlier manager of the job has left, whose place this one takes.
+    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
     """
 
     def answer(connection: Connection, request: Mapping[str, Any]) -> None:
         fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
-    port, own = Server(authority.credentials(_MANAGER), answer).port, os.getpid()
-    attempt = 0 if known is None else known.attempt
-    address = Address(socket.gethostname(), port, authority.key, own, birth_of(own), job, folder, attempt, asked)
+    address = replace(own, port=Server(authority.credentials(_MANAGER), answer).port)
     address.write(path)
     try:
         yield address
@@ -115,7 +108,7 @@ def receiving_notices(
 def _addresses() -> Iterator[tuple[Path, Address]]:
     """Yields the files of this user's managers that can be used, with what they say."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             address = read_record(json.loads(path.read_bytes()), Address)
             Authority(address.key)
             yield path, address
@@ -128,8 +121,10 @@ def pop_dead_manager(job: str, own: Path) -> Address | None:
     """
     for path, address in _addresses():
         if address.job == job and address.is_dead:
-            replace(address, process=os.getpid(), birth=birth_of(os.getpid())).write(own)
             with suppress(OSError):
+                silent = time.time() - path.stat().st_mtime  # its manager touches it
+                address = replace(address, process=os.getpid(), birth=birth_of(os.getpid()), silent_seconds=silent)
+                address.write(own)
                 path.unlink()
                 return address
             own.unlink(missing_ok=True)  # another manager was quicker
@@ -151,7 +146,8 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     for path, address in _addresses():
         try:
             own = Authority(address.key).credentials(_NOTIFIER)
-            with connect(address.reached_at, address.port, own, _MANAGER) as connection:
+            at = "localhost" if address.host == socket.gethostname() else address.host  # a name may be of no use
+            with connect(at, address.port, own, _MANAGER) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
                 faults.append(json.loads(connection.recv_bytes())["fault"])
         except (OSError, EOFError, ValueError):

@@ -7,13 +7,12 @@ the machine list. A run that may go on elsewhere ends at the border between two 
 from __future__ import annotations
 
 import queue
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autovaruna.elastic.host_processes import SILENT_SECONDS
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
 from autovaruna.elastic.job_folder import JobPlace
@@ -25,6 +24,7 @@ from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.watch import JobWatch
 
 _LEAVE_SECONDS = 120.0
+_PAUSE_SECONDS = 5.0  # of this process, in which it could hear nothing
 _LONG_SECONDS = 5.0  # copies that take longer are told of
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
@@ -90,7 +90,11 @@ class JobRun:
         hosts, started = self._hosts, time.monotonic()
         has_stepped = has_dropped = False
         leaving: Outcome | None = None
+        looked = started
         while True:
+            pause, looked = time.monotonic() - looked, time.monotonic()
+            if pause > _PAUSE_SECONDS and (outcome := self._after_pause(pause)) is not None:
+                return outcome
             self.job.wake()
             hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
@@ -126,6 +130,18 @@ class JobRun:
                     return leaving
                 self._asked = None  # the script has done what it does, and goes on
             time.sleep(LOOK_SECONDS)
+
+    def _after_pause(self, seconds: float) -> Outcome | None:
+        """Returns the outcome where the manager stood still for so long that keepers end the ranks; None: it goes on.
+
+        What is late by then is late for that.
+        """
+        self.watch.skip(seconds)
+        self._deadline, self._next_look = self._deadline + seconds, self._next_look + seconds
+        if seconds < SILENT_SECONDS - 2 * BEAT_SECONDS or self.job.has_finished:
+            return None
+        why = f"the manager itself stood still for {seconds:.0f} s, as where it is stopped"
+        return Outcome(f"{why}: hosts end their ranks after {SILENT_SECONDS:.0f} s without it")
 
     def _record_copies(self, step: int) -> None:
         """Records, where a step has just arrived on other hosts that took long, what the loss of one will cost.
@@ -203,10 +219,10 @@ class JobRun:
         if not self.job.output.started:  # mpirun starts none before it has reached all hosts
             self.job.kill()
             unfit = set(self._hosts.find_unfit(self._own))
+        full = answers(self._hosts.ask(self._own, "full_folder"), END_SECONDS)
+        why += "".join(f"; {folder} of {host}, where mpirun writes, is full" for host, folder in full.items() if folder)
         if set() < unfit < set(self._own):
             return Outcome(why, unfit=tuple(sorted(unfit)))
-        if not shutil.disk_usage(temporary := tempfile.gettempdir()).free:
-            why += f"; {temporary}, where mpirun writes, is full: make room"
         return Outcome(why, None if self._has_state else status)
 
     def _by_rank(self, rank: int, status: int) -> Outcome:
@@ -267,7 +283,8 @@ class JobRun:
 
     def _apart(self) -> Outcome | None:
         """Returns the outcome where hosts do not reach each other; None: they do."""
-        apart = self._hosts.find_apart(self._own) if len(self._own) > 1 else {}
+        others = {*self._hosts.sources} - self._own.keys()  # whose state the run's ranks read
+        apart = self._hosts.find_apart([*self._own, *others]) if len(self._own) + len(others) > 1 else {}
         return Outcome("; ".join(apart.values()), unfit=tuple(apart)) if apart else None
 
     def _left_by_itself(self) -> Outcome:

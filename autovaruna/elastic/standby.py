@@ -31,6 +31,7 @@ import autovaruna
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.host_processes import acquire_lock, state_of
 from autovaruna.elastic.job_folder import Reporter, job_place
+from autovaruna.ranks.system import process_file
 
 LOCK, SOCKET = "keeper.lock", "standby"  # files of a job's folder: its keeper's, and its standby process's
 LIBRARIES = ("accelerate", "lightning", "transformers")  # take longer than torch, and few scripts use them
@@ -114,7 +115,7 @@ def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
         os.close(file)
     with suppress(OSError):
         stub.sendall(f"{process}\n".encode())
-    ranks[stub.fileno()] = _Rank(process, os.pidfd_open(process), stub)
+    ranks[stub.fileno()] = _Rank(process, process_file(process), stub)
     return False
 
 

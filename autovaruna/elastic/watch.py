@@ -1,7 +1,8 @@
 """Defines `JobWatch`: what the ranks of one run report through their keepers, and which of them hang.
 
 Nothing is to be tuned: how long is too long follows from the longest that ranks have gone without a call so far. An
-alarm that was false, as when a script evaluates for the first time, makes the next one wait that much longer.
+alarm may be false, as when a script evaluates for the first time: until the job has come past that step, the next one
+waits that much longer.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ class _ReportedRank:
 class JobWatch:
     """The ranks of one run, the attempt; `factors` are how many times as long as it should each takes by its plan.
 
-    `longest_seconds` is the longest that ranks went without a call, in this run and earlier ones.
+    What the watch of the run `before` has learnt counts: the longest that ranks went without a call, and the alarm.
     """
 
-    def __init__(self, attempt: int, longest_seconds: float = 0.0, factors: Sequence[float] = ()) -> None:
+    def __init__(self, attempt: int, before: JobWatch | None = None, factors: Sequence[float] = ()) -> None:
         self.attempt = attempt
+        self._longest_seconds: float = 0.0 if before is None else before._longest_seconds
+        self._alarm: tuple[int, float] = (-1, 0.0) if before is None else before._alarm  # its step and time
         self._planned_for = {rank: factor for rank, factor in enumerate(factors) if factor > 1.0}
-        self.longest_seconds = longest_seconds
         self._changes: list[Slow | Recovered] = []
         self._speeds: Speeds | None = None
         self._is_compared = False
@@ -72,7 +74,7 @@ class JobWatch:
         num_calls = sum(seen.report["calls"] for seen in self._ranks.values())
         if num_calls != self._num_calls:
             if self.num_steps_here > 1:
-                self.longest_seconds = max(self.longest_seconds, now - self._last_change)
+                self._longest_seconds = max(self._longest_seconds, now - self._last_change)
             self._num_calls, self._last_change = num_calls, now
 
     def _compare(self, ranks: Iterable[int]) -> None:
@@ -168,11 +170,18 @@ class JobWatch:
         if stopped := {rank: seen for rank, seen in self._ranks.items() if now - since[rank] > _STOPPED_SECONDS}:
             words = f"{_named(stopped)} stopped by a signal"
             return Hang(words, now - min(map(since.__getitem__, stopped)), is_from_outside=True)
-        silent = now - self._last_change
-        if self.num_steps_here < 2 or silent < max(_LEAST_SECONDS, _TIMES_LONGEST * self.longest_seconds):
+        silent, (step, seconds) = now - self._last_change, self._alarm
+        longest = max(self._longest_seconds, seconds if self.num_steps <= step else 0.0)
+        if self.num_steps_here < 2 or silent < max(_LEAST_SECONDS, _TIMES_LONGEST * longest):
             return None
-        self.longest_seconds = silent
+        self._alarm = self.num_steps, silent
         return Hang(self._words(), silent)
+
+    def skip(self, seconds: float) -> None:
+        """Leaves out a time in which nobody could record reports, since the manager stood still."""
+        self._last_change += seconds
+        for seen in self._ranks.values():
+            seen.stopped_since = None if seen.stopped_since is None else seen.stopped_since + seconds
 
     def first_gone(self, ended: Iterable[int]) -> str:
         """Says which rank was the first to go without a word, those aside that are known to have ended; empty: none."""

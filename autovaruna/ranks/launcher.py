@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autovaruna.errors import RankError
+from autovaruna.ranks.system import process_file
 
 _PATIENCE_SECONDS = 2.0
 """How long a rank may take to appear: a launcher starts all of a host at once."""
@@ -98,14 +99,14 @@ def helps_a_rank(variables: Mapping[str, str], processes: Path = Path("/proc")) 
 
 def _variables_of(process: Path) -> dict[str, str]:
     """Returns the variables that a process was started with."""
-    entries = (entry.partition("=") for entry in _text_of(process / "environ").split("\0"))
+    entries = (entry.partition("=") for entry in text_of(process / "environ").split("\0"))
     return {name: value for name, _, value in entries}
 
 
 def launcher_of(process: int, processes: Path = Path("/proc")) -> int:
     """Returns the launcher that is seen above a process: then so are the ranks that it has started; 0: none is."""
     while process > 1:
-        line, _, rest = _text_of(processes / str(process) / "stat").rpartition(")")
+        line, _, rest = text_of(processes / str(process) / "stat").rpartition(")")
         if line.partition("(")[2].startswith(_LAUNCHERS):
             return process
         process = int(rest.split()[1]) if rest else 0
@@ -123,8 +124,8 @@ def end_with(process: int) -> None:
         os._exit(1)
 
     with suppress(OSError):
-        if process > 1 and hasattr(os, "pidfd_open"):
-            waiting = os.pidfd_open(process)
+        if process > 1:
+            waiting = process_file(process)
             threading.Thread(target=wait, args=(waiting,), name="autovaruna-launcher", daemon=True).start()
 
 
@@ -140,19 +141,19 @@ def remove_leftovers(
     for messages, which is theirs as long as one of them maps it.
     """
     place, host = temporary or Path(tempfile.gettempdir()), socket.gethostname()
-    for folder in _own_and_old([*place.glob("ompi.*"), *place.glob("prted.*")], least_seconds):
+    for folder in own_and_old([*place.glob("ompi.*"), *place.glob("prted.*")], least_seconds):
         process = folder.name.rpartition(".")[2]
         is_of_this_host = next(folder.glob(f"pmix.{host}.tool*"), None) is not None
         if process.isdigit() and is_of_this_host and not _is_alive(processes / process):
             shutil.rmtree(folder, ignore_errors=True)
-    segments = _own_and_old(shared.glob(f"sm_segment.{host}.{os.getuid()}.*"), least_seconds)
-    mapped = "".join(_text_of(each / "maps") for each in processes.iterdir() if each.name.isdigit()) if segments else ""
+    segments = own_and_old(shared.glob(f"sm_segment.{host}.{os.getuid()}.*"), least_seconds)
+    mapped = "".join(text_of(each / "maps") for each in processes.iterdir() if each.name.isdigit()) if segments else ""
     for segment in segments:
         if segment.name not in mapped:
             segment.unlink(missing_ok=True)
 
 
-def _text_of(file: Path) -> str:
+def text_of(file: Path) -> str:
     """Returns what the system shows of a process; nothing, if it has ended, or is somebody else's."""
     with suppress(OSError):
         return file.read_text(errors="replace")
@@ -161,17 +162,17 @@ def _text_of(file: Path) -> str:
 
 def _is_alive(process: Path) -> bool:
     """Says whether a process runs; one that has ended and waits to be noticed does not."""
-    stat = _text_of(process / "stat")
+    stat = text_of(process / "stat")
     return stat.rpartition(")")[2].split()[0] != "Z" if stat else process.exists()
 
 
-def _own_and_old(paths: Iterable[Path], least_seconds: float) -> list[Path]:
+def own_and_old(paths: Iterable[Path], least_seconds: float = _STARTING_SECONDS) -> list[Path]:
     """Returns those that belong to this user, are no links, and were not made just now."""
     found = []
     for path in paths:
         with suppress(OSError):
             status = path.lstat()
-            is_old = time.time() - status.st_mtime > least_seconds
+            is_old = abs(time.time() - status.st_mtime) > least_seconds  # also where the clock was set back since
             if status.st_uid == os.getuid() and is_old and not path.is_symlink():
                 found.append(path)
     return found

@@ -22,6 +22,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from autovaruna.ranks.system import memory_file
+
 MOST_BYTES = 8 << 20  # of one answer
 _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 10  # after so long without a sign of life of the other host, whoever reads or writes gets an error
@@ -97,7 +99,7 @@ def _context(own: Credentials, is_server: bool) -> ssl.SSLContext:
     context.load_verify_locations(cadata=own.authority)
     if is_server:
         context.num_tickets = 0  # nothing is resumed, and nothing comes behind the handshake
-    file = os.memfd_create("credentials")  # the module takes files alone
+    file = memory_file("credentials")  # the module takes files alone
     try:
         os.write(file, (own.key + own.certificate).encode())
         context.load_cert_chain(f"/proc/self/fd/{file}")
@@ -121,7 +123,7 @@ class Connection:
     def close(self) -> None:
         self._stream.close()
 
-    def send_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes | memoryview) -> None:
         header = _LENGTH.pack(len(data))
         if len(data) <= _SMALL_BYTES:  # in one packet
             self._stream.sendall(header + data)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -172,22 +173,36 @@ def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.Mon
         assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
 
 
+@pytest.mark.parametrize(("faults", "usable"), [("a", "bc"), ("ab", "c"), ("abc", "abc")])
+def test_a_host_that_cannot_import_what_ranks_do_is_used_if_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: str, usable: str
+) -> None:
+    with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
+        faulty = {host: {"standby_fault": "no module"} if host in faults else {} for host in "abc"}
+        links = {host: SimpleNamespace(report=report, fault="") for host, report in faulty.items()}
+        monkeypatch.setattr(hosts, "links", links)
+        monkeypatch.setattr(hosts, "up", lambda: links)
+        monkeypatch.setattr(hosts, "listed", dict.fromkeys("abc", 1))
+        assert "".join(hosts.usable()) == usable
+        monkeypatch.undo()
+
+
 def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_start_something_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is told once."""
     find_mpirun()
-    probe = module.Probe
+    can_start = module.can_start
     with job_hosts(tmp_path, MorphingOptions(None, 1, start_seconds=15.0)) as hosts:
         assert hosts.find_unfit([HOST, OTHER]) == [OTHER]
         assert hosts.can_do_without([OTHER]) and not hosts.can_do_without([HOST])
         monkeypatch.setattr(module, "_FAILED_SECONDS", 0.5)
-        monkeypatch.setattr(module, "Probe", lambda host, seconds: probe(OTHER, seconds))
+        monkeypatch.setattr(module, "can_start", lambda host, *others: can_start(OTHER, *others))
         begin = time.monotonic()
         hosts.leave_out(HOST, "its memory is full")
         for _ in range(2):
             assert not look(hosts), "nothing can be started there"
-        monkeypatch.setattr(module, "Probe", probe)
+        monkeypatch.setattr(module, "can_start", can_start)
         wait_for(lambda: look(hosts) == {HOST}, "the host")
         assert time.monotonic() - begin > 1.5
     said = capsys.readouterr().err

@@ -10,20 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
+from autovaruna.elastic import link as link_module
 from autovaruna.elastic.host_processes import processes_with, state_of
 from autovaruna.elastic.job_folder import ALONE, FULL, RankPart, Reporter, write_record
-from autovaruna.elastic.job_state import find_state
+from autovaruna.elastic.job_state import HeldPart, State, find_state, hand_out
 from autovaruna.elastic.keeper import Keeper
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.standby import LOCK
@@ -100,11 +103,17 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
     credentials.write_text(json.dumps(asdict(AUTHORITY.credentials("h2"))))
     Pointer("127.0.0.1", link.port, "localhost", "big").write(place)
     found = bytearray(len(content))
-    with open_bytes(place) as file:
-        count = 0
-        while more := file(memoryview(found)[count:], count):
-            count += more
-    assert found == content
+    for is_by_a_third in (False, True):
+        if is_by_a_third:  # the keeper has no more than a pointer to the file
+            (tmp_path / "job" / "restore").mkdir()
+            Pointer("127.0.0.1", link.port, "localhost", "big").write(tmp_path / "job" / "restore" / "big")
+            Pointer("127.0.0.1", link.port, "localhost", "restore/big").write(place)
+        with open_bytes(place) as file:
+            count = 0
+            while more := file(memoryview(found)[count:], count):
+                count += more
+        assert found == content
+        found = bytearray(len(content))
     Pointer("127.0.0.1", link.port, "localhost", "../secret").write(place)
     with open_bytes(place) as file, pytest.raises(CheckpointError, match=r"\.\./secret cannot be read from memory"):
         file(memoryview(found), 0)
@@ -171,6 +180,38 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
 
 
+class FakeLink:
+    """A keeper that takes whatever state it is given."""
+
+    address, port = "", 0
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def ask(self, do: str, **arguments: Any) -> Future[None]:
+        self.asked, answer = arguments, Future[None]()
+        answer.set_result(None)
+        return answer
+
+
+def test_what_lies_on_a_host_that_another_does_not_reach_is_read_by_a_third_one(tmp_path: Path) -> None:
+    """Once, three starts failed, and the job was given up."""
+    part = replace(part_in(tmp_path / "slot", num_ranks=1, rank=0), documents={"weights": {}})
+    links = {host: FakeLink() for host in "abc"}
+    state = State(3, 1, {0: [HeldPart("c", "slot", part)]}, 0.0)
+    for unreached, hosts, source, failed in (
+        ([], "ab", ["c", "slot/weights"], ""),
+        ([("b", "c")], "ab", ["a", "restore/weights"], ""),
+        ([("b", "c"), ("b", "a")], "ab", [], "b"),
+        ([("b", "c"), ("a", "c")], "ab", [], "ab"),
+    ):
+        found = hand_out(state, hosts, cast(Any, links), unreached)
+        assert "".join(found) == failed and all("does not reach c, which alone has" in why for why in found.values())
+        if source:
+            pointer = links["b"].asked["others"]["weights"]
+            assert [pointer["name"], pointer["path"]] == source
+
+
 def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, tmp_path: Path) -> None:
     """Once, nobody heard of it, and there were no more snapshots; later, where it had no inodes either."""
     for number in range(2):
@@ -209,6 +250,26 @@ def test_hosts_are_found_that_do_not_reach_each_other(link: Link) -> None:
     others = [["localhost", "127.0.0.1", link.port], ["h2", "127.0.0.1", link.port], ["h3", "nowhere.invalid", 1]]
     found = link.ask("reach", others=others).result(WAIT_SECONDS)
     assert found.keys() == {"h2", "h3"}, "another host, and none"
+
+
+@pytest.mark.parametrize(("num_blocks", "num_inodes", "is_full"), [(0, 5, True), (5, 0, True), (5, 5, False)])
+def test_a_host_whose_temporary_folder_is_full_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_inodes: int, is_full: bool
+) -> None:
+    own = Keeper(tmp_path, AUTHORITY.credentials("localhost"), None, 0.1)
+    room = SimpleNamespace(f_bavail=num_blocks, f_files=9, f_favail=num_inodes)
+    monkeypatch.setattr(os, "statvfs", lambda folder: room)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert own.full_folder() == (str(tmp_path) if is_full else "")
+
+
+def test_what_ssh_asks_is_told_and_it_is_cut_off_with_all_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = ["sh", "-c", "sleep 4567 & printf 'hello\nPassword: ' >&2; wait"]
+    monkeypatch.setattr(link_module, "_command", lambda host: asks)
+    link = Link("h2", {})
+    wait_for(lambda: link.words == "Password:", "the question")
+    link.cut()
+    wait_for(lambda: link.is_gone and not processes_with(b"sleep\x004567"), "the end")
 
 
 def test_a_state_is_as_old_as_it_is_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

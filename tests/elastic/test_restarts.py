@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 from autovaruna.elastic import notices
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts, _name_of
-from autovaruna.elastic.notices import new_address_file, pop_dead_manager, receiving_notices
+from autovaruna.elastic.notices import new_address_file, own_address, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions, MorphingOptions
 from autovaruna.elastic.run import Outcome
 from autovaruna.ranks.tls import Authority
@@ -67,13 +68,18 @@ def test_starts_again_that_come_no_further_are_spaced_out() -> None:
 
 @contextmanager
 def started(
-    folder: Path, script: str, *options: str, num_ranks: int = 2, program: tuple[str, str] = ("-m", "autovaruna")
+    folder: Path,
+    script: str,
+    *options: str,
+    num_ranks: int = 2,
+    program: tuple[str, str] = ("-m", "autovaruna"),
+    start: tuple[str, ...] = ("--no_standby",),
 ) -> Iterator[subprocess.Popen[str]]:
     """Starts a job that may be started again three times; it is killed at the end of the context if it still runs."""
     find_mpirun()
     (folder / "train.py").write_text(f"import os, signal, subprocess, sys, time\n{script}\n")
-    call = [sys.executable, *program, "run", "--no_standby", "--ranks_per_host", str(num_ranks)]
-    variables = {**os.environ, **QUIET, "HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, *program, "run", *start, "--ranks_per_host", str(num_ranks)]
+    variables = {**os.environ, **QUIET, "HOME": str(folder), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     job = subprocess.Popen(
         [*call, "--max_restarts", "3", *options, "train.py"], cwd=folder, env=variables, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -187,6 +193,56 @@ def test_a_start_that_is_refused_keeps_what_there_is_and_says_so(tmp_path: Path)
     assert re.search(r"step \d+, in memory of localhost for \d+ s; batch_size is 4, was None: 1 ranks", said), said
 
 
+def test_for_what_a_job_left_that_ended_long_ago_nobody_waits(tmp_path: Path) -> None:
+    """Once, the same command waited half a minute for each host that did not answer, at each start."""
+    machines = tmp_path / "machines"
+    options = ["--machine_list", str(machines), "--keep_seconds", "0", "--start_seconds", "20"]
+    machines.write_text("localhost\n")
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        read_until(job, "[0] step 9")
+    (left,) = (tmp_path / ".autovaruna" / "jobs").glob("*.json")
+    os.utime(left, (0, 0))
+    machines.write_text("localhost\nelsewhere.invalid\n")
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        said = read_until(job, "autovaruna: training")
+    assert "elsewhere.invalid cannot be used" in said and "waiting" not in said, said
+
+
+def test_a_python_that_was_built_for_an_older_system_will_do(tmp_path: Path) -> None:
+    """Once, no job could be started by that of conda, whose `os` has neither files in memory nor those of processes."""
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")
+    dies = "    step == 9 and not os.path.exists('x') and (open('x', 'w'), os.kill(os.getpid(), signal.SIGKILL))\n"
+    with started(tmp_path, RESUMES + dies, num_ranks=1, start=()) as job:
+        said = read_until(job, "autovaruna: training", count=2)
+    assert "rank 0 was ended by SIGKILL: the job is started again" in said, said
+
+
+STANDS_STILL = """
+import runpy
+from autovaruna.elastic import run
+run._PAUSE_SECONDS, run.SILENT_SECONDS = 1.0, {silent_seconds}
+runpy.run_module("autovaruna", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("silent_seconds", "goal"), [(5.0, "autovaruna: training"), (30.0, "[0] step 150")], ids=["long", "for a moment"]
+)
+def test_a_manager_that_was_stopped_says_so_and_blames_no_rank(
+    tmp_path: Path, silent_seconds: float, goal: str
+) -> None:
+    """Once, ranks were said to hang, or mpirun to have ended; keepers are as patient here as ever."""
+    program = "-c", STANDS_STILL.format(silent_seconds=silent_seconds)
+    with started(tmp_path, RESUMES, num_ranks=1, program=program) as job:
+        said = read_until(job, "[0] step 9")
+        job.send_signal(signal.SIGSTOP)
+        time.sleep(4.0)
+        job.send_signal(signal.SIGCONT)
+        said += read_until(job, goal)
+    ended = re.findall(r"autovaruna: (.*): the job is started again", said)
+    assert [words.startswith("the manager itself stood still for") for words in ended] == [True] * (silent_seconds < 30)
+
+
 BREAKS = """
 import os, runpy
 from autovaruna.elastic.hosts import Hosts
@@ -246,9 +302,12 @@ def test_a_manager_is_dead_whose_number_is_another_process_s(tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     authority = Authority()
     for is_reused in (False, True):
-        with receiving_notices(new_address_file(), lambda *_: "", authority, "job", "folder", {}, None) as own:
+        address = own_address(authority, "job", "folder", 0, {})
+        with receiving_notices(new_address_file(), lambda *_: "", authority, address) as own:
             replace(own, birth="1" if is_reused else own.birth).write(path := new_address_file())
+        os.utime(path, (time.time() - 900.0, time.time() - 900.0))
         found = pop_dead_manager("job", claimed := new_address_file())
+        assert found is None or 890.0 < found.silent_seconds < 1000.0
         assert (found is not None and found.folder == "folder" and not path.exists()) == is_reused
         path.unlink(missing_ok=True)
     assert pop_dead_manager("job", new_address_file()) is None, "the process that has taken it up is alive"

@@ -85,16 +85,29 @@ def test_words_say_which_rank_hangs_and_where(
     assert found is not None and found.words == words and not found.is_from_outside
 
 
-def test_a_false_alarm_makes_the_next_run_wait_longer(clock: SimpleNamespace) -> None:
+def test_after_an_alarm_the_next_one_waits_longer_until_the_job_has_come_further(clock: SimpleNamespace) -> None:
+    """Once, it waited 20 times as long for the rest of the job."""
     watch = trained(clock)
     clock.now += 21.0
     assert watch.hang() is not None
-    again = JobWatch(1, watch.longest_seconds)
-    for calls in range(1, 4):
-        again.record("a", report(r0=rank(calls)))
-        clock.now += 0.5
-    clock.now += 200.0
-    assert again.hang() is None
+    for num_calls, seconds, is_found in ((4, 200.0, False), (5, 200.0, False), (5, 430.0, True), (6, 21.0, True)):
+        again = JobWatch(1, watch)
+        for calls in range(1, num_calls + 1):
+            again.record("a", report(r0=rank(calls)))
+            clock.now += 0.5
+        clock.now += seconds
+        assert (again.hang() is not None) is is_found, num_calls
+
+
+def test_a_manager_that_stood_still_takes_no_rank_for_one_that_hangs(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    watch.record("b", report(r1=rank(5, state="T")))
+    clock.now += 25.0
+    watch.skip(25.0)
+    assert watch.hang() is None
+    watch.record("b", report(r1=rank(6)))
+    clock.now += 21.0
+    assert watch.hang() is not None, "the pause was none of the ranks'"
 
 
 def test_nobody_hangs_who_has_not_trained_yet(clock: SimpleNamespace) -> None:

@@ -55,7 +55,8 @@ def test_ranks_end_with_their_launcher(name: str, tmp_path: Path) -> None:
         process.wait()
 
 
-def test_what_dead_jobs_left_is_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed_at", [1.0, 1e11], ids=["long ago", "before the clock was set back"])
+def test_what_dead_jobs_left_is_removed(tmp_path: Path, changed_at: float) -> None:
     """Of this user and host alone; what a living job has stays, and what is young may be of one that starts."""
     temporary, shared, processes = (tmp_path / name for name in ("tmp", "shm", "proc"))
     (processes / "71").mkdir(parents=True)
@@ -75,7 +76,7 @@ def test_what_dead_jobs_left_is_removed(tmp_path: Path) -> None:
     launcher.remove_leftovers(temporary, shared, processes)
     assert (temporary / "ompi.70").exists()  # it is young
     for path in (*temporary.glob("ompi.7[0124]"), temporary / "ompi.x", *shared.iterdir()):
-        os.utime(path, (1.0, 1.0))
+        os.utime(path, (changed_at, changed_at))
     launcher.remove_leftovers(temporary, shared, processes)
     assert sorted(path.name for path in temporary.iterdir()) == ["ompi.71", "ompi.72", "ompi.73", "ompi.x"]
     assert sorted(path.name for path in shared.iterdir()) == sorted([f"{prefix}.aa.0", OTHERS])

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autovaruna.ranks.system import memory_file
 from autovaruna.ranks.transport.base import Arrival, Departure, Pair, Swap, TensorTransfer, check_size
 from autovaruna.ranks.transport.layout import Layout
 
@@ -53,7 +54,6 @@ BORROWED_START = NUM_SLOTS * (HEADER_BYTES + SLOT_BYTES)
 PASSING_START = BORROWED_START + BORROWED_BYTES
 NUM_BYTES = PASSING_START + _PASSING_BYTES
 _TOKEN_BYTES = 16
-_CLOSED_ON_EXEC = 1
 _ORDERED = ("x86_64", "AMD64")
 """Processors whose cores see each other's writes in the order in which they were made."""
 Offer = tuple[str, bytes]
@@ -284,9 +284,9 @@ def _memory() -> _Memory | None:
     """Makes memory for a ring; None where it cannot be shared, or writes may be seen in another order."""
     if platform.machine() not in _ORDERED or sys.platform != "linux":
         return None
-    make = getattr(ctypes.CDLL(None), "memfd_create", None)  # Python, built for an older system, may lack it
-    file = -1 if make is None else int(make(b"autovaruna", _CLOSED_ON_EXEC))
-    if file < 0:
+    try:
+        file = memory_file("autovaruna")
+    except OSError:
         return None
     try:
         os.ftruncate(file, NUM_BYTES + _TOKEN_BYTES)
