@@ -22,6 +22,8 @@ _MOST_TABLES = 64
 """Tables of a formula that are kept: those of the stages of one grid, and of unequal replicas."""
 EARLY_BYTES = 1 << 20
 """Gradients of so many bytes are summed at once, beside the backward that makes others."""
+_BESIDE = 0.8
+"""What a link carries then: a rank looks after messages where it has made a gradient, and not in between."""
 
 
 class AllReduces:
@@ -185,7 +187,7 @@ class SizedProblem:
         earlier = self.tables.add_up(self.backward_seconds) / max(self.problem.cluster.speeds)
         waits = summed - np.pad(earlier, ((0, 0), (1, 0)))[:, :-1]  # of what ends with each segment
         lead = summed - np.maximum.accumulate(np.where(_is_range(summed), waits, -np.inf), axis=1)
-        return np.clip(lead, 0.0, seconds_per_byte * np.maximum(num_bytes - EARLY_BYTES, 0.0))
+        return _BESIDE * np.clip(lead, 0.0, seconds_per_byte * np.maximum(num_bytes - EARLY_BYTES, 0.0))
 
     @cached_property
     def optimizer_seconds(self) -> Array:

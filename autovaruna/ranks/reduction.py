@@ -26,7 +26,7 @@ from autovaruna.ranks.transport.layout import flat, to_host
 
 SMALL_BYTES = 16 << 10
 PIECE_BYTES = 1 << 20
-BYTES_AT_ONCE = 4 << 20
+BYTES_AT_ONCE = 16 << 20
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
