@@ -65,6 +65,4 @@ def show_whole_state(wrapper: AutoVaruna, instead: str) -> None:
 def show_whole_calls(wrapper: AutoVaruna) -> None:
     """Has calls of the module be calls of its wrapper, once it is split."""
     own: Any = ref(wrapper)
-    RoutedCalls(
-        wrapper.module, lambda *args, **kwargs: own()(*args, **kwargs), lambda: own() is not None and own().is_split
-    )
+    RoutedCalls(wrapper.module, lambda *args, **named: own()(*args, **named), lambda: getattr(own(), "is_split", False))

@@ -134,7 +134,17 @@ def precise_copies(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+def optimised_samples(model: Any, optimizer: Any) -> Tensor:
+    """Changes samples, as an attack does; once, no error said that all ranks are to have all of them."""
+    samples = X.clone().requires_grad_()
+    own = torch.optim.Adam([samples], lr=0.1)
+    for _ in range(3):
+        descend(model(samples).square().mean(), own)
+    return samples.detach()
+
+
 AROUND: dict[str, tuple[Story, dict[str, float]]] = {
+    "samples that are optimised": (optimised_samples, {}),
     "steps of copies in a higher precision": (precise_copies, {}),
     "gradients of inputs through a frozen model": (through_frozen, {}),
     "weights that are drawn anew": (initialised_anew, {"rtol": 0, "atol": 0}),
