@@ -68,7 +68,7 @@ def refuse_numbers_of_others(model: AutoVaruna) -> None:
     try:
         dist.all_reduce(away.data)
     except InputError as error:
-        assert "leave their sums, means and broadcasts out" in str(error)
+        assert "leaves their sums, means and broadcasts out" in str(error)
     else:
         raise AssertionError("not refused")
 
