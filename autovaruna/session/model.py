@@ -214,8 +214,8 @@ class WrappedOptimizer:
         try:
             cut = CutOptimizer(optimizer, names)
             cut.check()
-        except InputError as failure:
-            error = failure
+        except InputError:
+            error = InputError("Got other parameters: expected an optimizer made after wrapping, from parameters().")
         world.agree(error, "registering the optimizer")
         of_ranks = world.gather_objects(cut.names, "registering the optimizer")
         if len({len(groups) for groups in of_ranks}) > 1:
