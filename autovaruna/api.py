@@ -8,9 +8,8 @@ the `Run`.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -20,6 +19,7 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import replaced
 from autovaruna.checkpoint.folder import has_checkpoints
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import SaveOptions
@@ -53,14 +53,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _Bound(partial):  # type: ignore[type-arg]
-    """A method of a wrapper that has the signature of the model's own."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.args[0].module.forward)
-
-
 class _AsOwn:
     """Shows a wrapper's ``forward`` as the model's: libraries go by its signature."""
 
@@ -68,7 +60,7 @@ class _AsOwn:
         self._method = method
 
     def __get__(self, wrapper: AutoVaruna | None, _: type) -> Callable[..., Any]:
-        return self._method if wrapper is None else _Bound(self._method, wrapper)
+        return self._method if wrapper is None else wraps(wrapper.module.forward)(partial(self._method, wrapper))
 
 
 def _refuse_around(module: nn.Module, _: str, inner: nn.Module | None) -> None:
@@ -290,15 +282,9 @@ class AutoVaruna(nn.Module):
         is_evaluated = self._wrapped_optimizer.raw is None or any(each.is_meta for each in self.module.parameters())
         return self._counts or (is_evaluated and not has_encoder(self.module))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Keeps gradients on each rank back; the next backward outside, or `allreduce_grads`, sums all of them."""
-        before = self._training_run.is_synchronising
-        self.delay_grad_allreduce(True)
-        try:
-            yield
-        finally:
-            self.delay_grad_allreduce(not before)
+        return replaced(self._training_run, "is_synchronising", False)
 
     def delay_grad_allreduce(self, is_delayed: bool) -> None:
         """Keeps gradients back from now on (RaNNC's name), until `allreduce_grads`."""
@@ -360,7 +346,13 @@ class AutoVaruna(nn.Module):
         return self._persistence.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
+        """Loads a whole model's state, of which this rank takes its part; `assign` is for a model not called yet."""
+        if assign and self._wrapped.engine is not None:
+            raise InputError(
+                "Got load_state_dict(assign=True) after the first call: plain PyTorch's optimizer would not step over "
+                "what it puts there. Expected load_state_dict(state), which copies the numbers; or assign before the "
+                "first call, and make the optimizer after it."
+            )
         return self._persistence.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(

@@ -223,6 +223,10 @@ def show_all_frames(is_asked: bool) -> None:
     _all_frames = is_asked
 
 
+explanations: dict[str, str] = {}
+"""What stands behind errors of others that nobody has caught, by a word of their messages."""
+
+
 def error_text(error: BaseException) -> str:
     """Returns the traceback of an error, with the frames of the user's own files; the message is last.
 
@@ -246,6 +250,8 @@ def error_text(error: BaseException) -> str:
     lines = list(found.format())
     if num_hidden:
         lines.insert(-1, f"  ({num_hidden} frames of torch and AutoVaruna: {ALL_FRAMES_VARIABLE}=1 shows them)\n")
+    is_own = isinstance(error, AutoVarunaError)
+    lines += [f"{text}\n" for word, text in explanations.items() if word in str(error) and not is_own]
     return "".join(lines)
 
 

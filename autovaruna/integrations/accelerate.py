@@ -120,14 +120,10 @@ class Accelerator(accelerate.Accelerator):
         return super().unwrap_model(model.module if isinstance(model, AutoVaruna) else model, *args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the whole model's state on every rank. Collective."""
+        """Returns the whole model's state on every rank, as `save_model` asks for it. Collective."""
         if not isinstance(model, AutoVaruna):
             return super().get_state_dict(model, unwrap)
         return OrderedDict(model.state_dict())  # accelerate leaves tied weights out of an OrderedDict alone
-
-    def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Saves the whole model's weights, as accelerate does. Collective."""
-        super().save_model(_Whole(model.state_dict()) if isinstance(model, AutoVaruna) else model, *args, **kwargs)
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
@@ -168,14 +164,3 @@ def padded_to_longest(inputs: dict[str, Any], value_of: Callable[[str], int], is
 
 def _is_half(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-
-
-class _Whole(nn.Module):
-    """Shows the state of a whole model to code that asks a module for it."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        super().__init__()
-        self._state = state
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        return dict(self._state)

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,46 +32,26 @@ _CONTEXTS = {each: each.replace("training", "train").replace("validation", "val"
 """What a plugin of precision puts around each step."""
 
 
-class AutoVarunaEnvironment(ClusterEnvironment):
+class AutoVarunaEnvironment(TorchElasticEnvironment):
     """Tells Lightning of the ranks that mpirun, torchrun or another launcher has started."""
 
     def __init__(self) -> None:
         self._world = get_world()
-        self._hosts = list(dict.fromkeys(self._world.hosts))
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return self._hosts[0]
-
-    @property
-    def main_port(self) -> int:
-        return 0  # the ranks find each other without
-
-    @staticmethod
-    def detect() -> bool:
-        return get_world().num_ranks > 1
 
     def world_size(self) -> int:
         return self._world.num_ranks
 
-    def set_world_size(self, size: int) -> None:
-        """Does nothing: the launcher has started the ranks."""
-
     def global_rank(self) -> int:
         return self._world.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the launcher has numbered the ranks."""
 
     def local_rank(self) -> int:
         return local_rank(self._world)
 
     def node_rank(self) -> int:
-        return self._hosts.index(self._world.hosts[self._world.rank])
+        return list(dict.fromkeys(self._world.hosts)).index(self._world.hosts[self._world.rank])
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Does nothing: how many ranks there are says the launcher."""
 
 
 class MetricsMonitor(pl.Callback):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autovaruna.errors import ConfigError
-from autovaruna.interception.collectives import watch_collectives
 from autovaruna.ranks.environment import get_world
 from autovaruna.ranks.torch_channel import lacking_for_nccl, open_store
 from autovaruna.ranks.world import World
@@ -45,22 +43,13 @@ def init_process_group(backend: str = "auto", timeout: timedelta | None = None) 
     if dist.is_initialized():
         _check_same_ranks(world)
         _set_variables(world, {})
-        _watch_collectives(world)
         return
     chosen = _choose(backend, world)
     store, place = _open_store(world)
     _set_variables(world, place)
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     dist.init_process_group(chosen, store=store, rank=world.rank, world_size=world.num_ranks, **limit)
-    _watch_collectives(world)
     logger.info("torch.distributed has a default group of %d ranks: %s", world.num_ranks, chosen)
-
-
-@cache
-def _watch_collectives(world: World) -> None:
-    """Has the ranks meet before collectives of the group: who is elsewhere is found as between calls of a model."""
-    if world.num_ranks > 1:
-        watch_collectives(world.barrier)
 
 
 def _check_same_ranks(world: World) -> None:

@@ -8,6 +8,7 @@ optimizer's), all ranks do here.
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import json
 import os
@@ -98,6 +99,13 @@ def _generate_by(wrapper: ReferenceType[AutoVaruna]) -> Callable[..., Any]:
         return own.generate(*args, **kwargs)
 
     return generate
+
+
+def _ignores(function: Any, name: str) -> bool:
+    """Whether a function has an argument that it does not read."""
+    code: Any = getattr(function, "__code__", None)
+    arguments = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return name in arguments and name not in str([each.argval for each in dis.get_instructions(code)])
 
 
 class MetricsCallback(transformers.TrainerCallback):
@@ -287,7 +295,8 @@ class AutoVarunaMixin(_Other):
 
     def get_tp_size(self) -> int:
         """Returns what divides the scale of the loss: the number of ranks, where the model makes the loss of all."""
-        if self._is_in_loss and self._wrapper is not None and self._has_own_loss:
+        is_mean = self._has_own_loss or _ignores(self.compute_loss_func, "num_items_in_batch")
+        if self._is_in_loss and self._wrapper is not None and is_mean:
             return int(self.accelerator.num_processes)
         return int(super().get_tp_size())
 

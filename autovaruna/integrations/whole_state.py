@@ -64,10 +64,5 @@ def show_whole_state(wrapper: AutoVaruna, instead: str) -> None:
 
 def show_whole_calls(wrapper: AutoVaruna) -> None:
     """Has calls of the module be calls of its wrapper, once it is split."""
-    known = ref(wrapper)
-
-    def is_needed() -> bool:
-        found = known()
-        return found is not None and found.is_split
-
-    RoutedCalls(wrapper.module, lambda *args, **kwargs: known()(*args, **kwargs), is_needed)  # type: ignore[misc]
+    own: Any = ref(wrapper)
+    RoutedCalls(wrapper.module, lambda *args, **named: own()(*args, **named), lambda: getattr(own(), "is_split", False))

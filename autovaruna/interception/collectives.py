@@ -9,7 +9,10 @@ from threading import current_thread, main_thread
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from autovaruna._torch import pytree
+from autovaruna.errors import InputError
 from autovaruna.interception.installed import Undo, put_all
 from autovaruna.interception.modules import is_own_code
 
@@ -19,20 +22,32 @@ _NAMES = (
 )
 
 
-def watch_collectives(meet: Callable[[str], None]) -> Undo:
-    """Has `meet` called with the words for each collective of the default group, before it begins."""
-    return put_all(*((dist, name, _meeting(name, getattr(dist, name), meet)) for name in _NAMES))
+def watch_collectives(meet: Callable[[str], None], num_ranks: int) -> Undo:
+    """Has `meet` called with the words for each collective of a default group of all ranks, before it begins."""
+    return put_all(*((dist, name, _meeting(name, getattr(dist, name), meet, num_ranks)) for name in _NAMES))
 
 
-def _meeting(name: str, function: Callable[..., Any], meet: Callable[[str], None]) -> Callable[..., Any]:
+def _meeting(name: str, function: Any, meet: Callable[[str], None], num_ranks: int) -> Callable[..., Any]:
     known = signature(function)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_own_code() and current_thread() is main_thread():
+        is_of_all = dist.is_initialized() and dist.get_world_size() == num_ranks
+        if is_of_all and not is_own_code() and current_thread() is main_thread():
             group = known.bind_partial(*args, **kwargs).arguments.get("group")
             if group is None or group is dist.group.WORLD:
+                _refuse_elsewhere(name, (args, kwargs))
                 meet(f"torch.distributed.{name}()")
         return function(*args, **kwargs)
 
     return call
+
+
+def _refuse_elsewhere(name: str, given: object) -> None:
+    """Refuses weights and gradients of a split model that other ranks hold: the others would wait for their numbers."""
+    if any(isinstance(each, Tensor) and each.is_meta for each in pytree.tree_leaves(given)):
+        raise InputError(
+            f"torch.distributed.{name}(): got a weight or a gradient that other ranks hold (is_meta). After backward() "
+            "gradients are those of all ranks, and weights are those of one model. Expected a script that leaves their "
+            "sums, means and broadcasts out; for whole weights, call model.state_dict() on every rank."
+        )

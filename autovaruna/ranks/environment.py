@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from autovaruna._torch import default_store
 from autovaruna.errors import ConfigError, RankError
+from autovaruna.interception.collectives import watch_collectives
 from autovaruna.interception.ending import Ending, at_end, error_in_flight
 from autovaruna.ranks.launcher import (
     OF_OPEN_MPI,
@@ -332,6 +333,7 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     world = World(transport)
     _ending = Ending(world)
     _ending.install()
+    watch_collectives(world.barrier, num_ranks)
     if world.num_ranks != num_ranks:
         _refuse(
             f"the launcher started {num_ranks} ranks, but mpi4py sees {world.num_ranks}: they belong to different "

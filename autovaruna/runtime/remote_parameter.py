@@ -29,6 +29,7 @@ from autovaruna._torch import (
     without_memory,
 )
 from autovaruna.errors import InputError
+from autovaruna.log import explanations
 
 without_overrides = DisableTorchFunctionSubclass
 _BY_SHAPE_ALONE = frozenset({"view_as", "expand_as", "reshape_as", "is_same_size"})
@@ -49,6 +50,10 @@ _USES = 2
 """Of the memory of a tensor that nothing else shares: by the tensor, and by the one who counts."""
 _FLAGS = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_meta", "is_leaf", "dtype", "shape"))
 """Attributes that are the tensor's own; every step reads some of every parameter."""
+_OF_META = (
+    "The model has been split: what other ranks hold is on meta here (is_meta). Expected what is kept for each weight "
+    "(copies, moments) to be made after the first call, or model.prepare(...); or a loop that leaves those out."
+)
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -379,10 +384,11 @@ class _Operation:
         raise InputError(
             f"Rank {home.rank} does not hold {home.name}, for the model has been split: got {self._name}() of its "
             f"numbers, which are on ranks {list(home.ranks)}. Expected calls of the wrapped model alone, model(...) or "
-            "model.method(...); of a module of it, model.call_part('encoder', x) on every rank; for averages of "
-            "weights and target networks, copy.deepcopy(model) of the wrapper, which is split alike, or, of a part of "
-            "the model by another (a momentum encoder), the same lines at the start of forward; for whole weights, "
-            "model.state_dict() on every rank; for the norm of all gradients, model.clip_grad_norm_(float('inf')); for "
+            "model.method(x), with a tensor of the batch; of a module of it, model.call_part('encoder', x) on every "
+            "rank; for averages of weights and target networks, copy.deepcopy(model) of the wrapper, which is split "
+            "alike, or, of a part of the model by another (a momentum encoder), the same lines at the start of "
+            "forward; for copies in another precision, those made after the first call; for whole weights, "
+            "model.state_dict() on every rank; for the norm of all gradients, torch.nn.utils.get_total_norm(them); for "
             "the norm of all weights, model.parameter_norm(); for penalties on weights, the optimizer's weight_decay, "
             "or that the model's forward adds them to its loss. What is done to each parameter by its own numbers "
             "alone may leave out those with is_meta; a norm of the others would be another on each rank. Where a "
@@ -408,6 +414,7 @@ def release(parameter: nn.Parameter, home: Home) -> Tensor:
     Lists that a script has made of parameters before, and optimizers, then hold what the model holds. Where PyTorch
     itself keeps the parameter, in the graph of a backward that may still come, a stand-in of its own is returned.
     """
+    explanations["meta"] = _OF_META
     made = remote_like(parameter, home)
     try:
         swap_tensors(parameter, made)

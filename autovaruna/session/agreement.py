@@ -39,6 +39,11 @@ _TEXTS = (
     " What is another one for each sample, as its name, is no constant: leave it out of what the model is given, as in "
     "model({name: each for name, each in batch.items() if torch.is_tensor(each)})."
 )
+_SCHEDULE = (
+    " A schedule by a loss (ReduceLROnPlateau) goes by its mean over the ranks: autovaruna.init_process_group(), then "
+    "torch.distributed.all_reduce(loss) and loss /= autovaruna.get_world_size()."
+)
+_EVALUATION = " Evaluate on every rank, each on samples of its own, and not on one of them alone."
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 Digest = tuple[Hashable, ...]
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16
@@ -217,14 +222,14 @@ def check_alike(
         raise RankError(
             f"The ranks did different things before call {shared.number + 1} of the model: {strays}. Every rank must "
             "make the same calls with the same options, and go backward from the same loss; their copies of the "
-            "weights would differ."
+            f"weights would differ.{_SCHEDULE if 'lr of the optimizer' in strays else ''}"
         )
     if len({key for key, _ in alike}) > 1:
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         kinds = set(world.gather_objects((call.kind, call.mode), "comparing calls"))
         pad = " Where samples have lengths of their own, pad them to one length on all ranks."
         texts = _TEXTS if re.search(r"constant [\w ]*\[", differing) else ""
-        advice = pad if len(kinds) == 1 else texts
+        advice = pad if len(kinds) == 1 else _EVALUATION if re.search("grad mode|model's mode", differing) else texts
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
             f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"

@@ -26,6 +26,7 @@ from autovaruna.ranks.exchange import differences
 from autovaruna.ranks.world import on_all
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer, step_over_own_part
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.session.run import Run, ScriptActions
 from autovaruna.session.shared_call import digest
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 _FIRST_GPU = torch.device("cuda", 0)
 _wrapped: WeakSet[WrappedModel] = WeakSet()  # all of the process
 _SHARING = "ZeroRedundancyOptimizer"
+_OF_FUNCTIONAL_CALL = (
+    "The model was called with a tensor in the place of its parameter {}: got torch.func.functional_call() of the "
+    "wrapped model, or the like. Expected it inside of a forward, with what the tensors are made of: wrap a module "
+    "whose forward calls functional_call(self.net, parameters, (x,))."
+)
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -90,6 +96,8 @@ class WrappedModel:
             for path, module in self.module.named_modules():
                 kinds = {type(each).__name__ for each in parameter_table(module).values()} & {"DTensor"}
                 refuse_parallel_wrapper(type(module), path or "The model", kinds)
+                if others := [name for name, each in parameter_table(module).items() if type(each) is Tensor]:
+                    raise InputError(_OF_FUNCTIONAL_CALL.format(others[0]))
             self.move_to_device()
             if self.guards.replaced():
                 self.read_state()
@@ -121,8 +129,13 @@ def _record_strangers(actions: ScriptActions, thread: int, optimizer: torch.opti
     is_script = get_ident() == thread and not is_own_code()  # ranks may be threads; the library tries optimizers, too
     if is_script and actions.records_gradients(optimizer):
         known = set().union(*(model.names_by_id() for model in list(_wrapped)))
-        strangers = [each for each in parameters_of(optimizer) if id(each) not in known and each.grad is not None]
-        actions.record_gradients(type(optimizer).__name__, [each.grad for each in strangers if each.grad is not None])
+        strangers = [each for each in parameters_of(optimizer) if id(each) not in known]
+        if not any(
+            isinstance(each, RemoteTensor) for each in strangers
+        ):  # the script's copies of weights, each here once
+            actions.record_gradients(
+                type(optimizer).__name__, [g for each in strangers if (g := each.grad) is not None]
+            )
 
 
 class WrappedOptimizer:
@@ -202,10 +215,7 @@ class WrappedOptimizer:
             cut = CutOptimizer(optimizer, names)
             cut.check()
         except InputError:
-            error = InputError(
-                "The optimizer has parameters that this rank does not hold. Expected one that was made after wrapping, "
-                "from parameters() of the wrapped model."
-            )
+            error = InputError("Got other parameters: expected an optimizer made after wrapping, from parameters().")
         world.agree(error, "registering the optimizer")
         of_ranks = world.gather_objects(cut.names, "registering the optimizer")
         if len({len(groups) for groups in of_ranks}) > 1:

@@ -34,7 +34,8 @@ _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
 _NUM_FIRST_STEPS = 8  # of an optimizer of parameters of no wrapped model, whose gradients are compared
 _OF_STRANGERS = (
     "the digest of what {} steps by, gradients of this rank's samples for parameters of no wrapped model (compute what "
-    "they are for in the wrapped model's forward, or sum them over the ranks),"
+    "they are for in the wrapped model's forward, or sum them over the ranks; if samples are what is optimised, pass "
+    "inputs='replicated', and all of them on every rank),"
 )
 
 

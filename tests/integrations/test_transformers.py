@@ -19,7 +19,7 @@ from tests.mpi.test_torchrun import torchrun
 MISSING = [name for name in ("accelerate", "peft", "transformers") if find_spec(name) is None]
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}")]
 TARGET = "tests.integrations.with_transformers"
-CASES = ["usual", "lora", "translation", "answers", "regression", "loss of outputs"]
+CASES = ["usual", "lora", "translation", "answers", "regression", "loss of outputs", "loss function"]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
 
 

@@ -29,7 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "answers": {"predict_with_generate": True, "generation_max_length": LENGTH},
     "regression": {"gradient_accumulation_steps": 2},  # the model takes the number of items, and does not go by it
     "loss of outputs": {},
+    "loss function": {"gradient_accumulation_steps": 2},  # which gets the number of items, and does not go by it
 }
+OF_OUTPUTS = ("loss of outputs", "loss function")
 
 
 def model_of(case: str) -> Any:
@@ -41,7 +43,7 @@ def model_of(case: str) -> Any:
         return T5ForConditionalGeneration(config)
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    if case in ("regression", "loss of outputs"):
+    if case in ("regression", *OF_OUTPUTS):
         config.num_labels, config.pad_token_id = 1 if case == "regression" else 3, WORDS - 1
         return transformers.GPT2ForSequenceClassification(config)
     config.pad_token_id = 0 if case == "answers" else None
@@ -69,7 +71,7 @@ def rows(case: str = "usual") -> list[dict[str, torch.Tensor]]:
     labels = tokens.masked_fill(torch.arange(LENGTH) < torch.randint(1, 6, (ROWS, 1), generator=chance), -100)
     if case == "answers":  # of a split model
         tokens, labels = tokens[:, : LENGTH - 2], tokens[:, : LENGTH - 2]
-    if case in ("regression", "loss of outputs"):
+    if case in ("regression", *OF_OUTPUTS):
         labels = tokens[:, 0] / WORDS if case == "regression" else tokens[:, 0] % 3
     return [{"input_ids": tokens[i], "labels": labels[i]} for i in range(ROWS)]
 
@@ -84,6 +86,10 @@ def with_loss_of_outputs(kind: Any) -> Any:
             return (loss, outputs) if return_outputs else loss
 
     return Weighted
+
+
+def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=0.2)
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -101,7 +107,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     size = BATCH // (num_ranks or 1)
     options = CASES[case] | ({"autovaruna": SETTINGS} if num_ranks else {})
     kind, data = "Seq2Seq" if case in ("translation", "answers") else "", rows(case)
-    evaluated = 12 if case in ("lora", "loss of outputs") else 8  # 8: this rank, or another, has none of the last batch
+    evaluated = 12 if case in ("lora", *OF_OUTPUTS) else 8  # 8: this rank, or another, has none of the last batch
     args = getattr(library, f"{kind}TrainingArguments")(
         output_dir=str(folder), per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=STEPS,
         logging_steps=1, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", report_to=[], learning_rate=0.01,
@@ -112,6 +118,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
         model=model_of(case), args=args, train_dataset=data, eval_dataset=data[:evaluated], compute_metrics=accuracy,
         data_collator=padded if case == "translation" else None,
         callbacks=[library.MetricsCallback()] if num_ranks else None,
+        compute_loss_func=smoothed if case == "loss function" else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))

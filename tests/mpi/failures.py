@@ -131,6 +131,17 @@ def script_fails_behind_a_hook() -> None:
     barrier_fails((1,))
 
 
+def script_meets_in_a_group_of_its_own() -> None:
+    """Once, a rank waited for ever in a collective of a group that the script had made itself."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(FOLDER / "group"), 2), rank=get_rank(), world_size=2)
+
+    def meet() -> None:
+        fault()
+        dist.barrier()
+
+    train(*wrap(), on_rank_1(meet))
+
+
 def script_shows_errors_itself() -> None:
     sys.excepthook = sys.__excepthook__
     barrier_fails((1,))

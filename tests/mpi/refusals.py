@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from autovaruna import AutoVaruna, get_rank
 from tests.mpi import failures
@@ -69,6 +70,7 @@ BEFORE: dict[str, Callable[[], object]] = {
     "weight_is_negative": lambda: call(weigh=lambda batch: -1.0),
     "weights_are_zero": lambda: call(weigh=lambda batch: 0.0),
     "optimizer_of_wrong_type": optimizer_of_wrong_type,
+    "replaced_before": lambda: functional_call(wrap()[0], {"first.weight": torch.zeros(8, 4)}, batch()),
     "replicated_sizes_differ": lambda: wrap(inputs="replicated")[0](*batch(on_rank_1(6, 4))),
 }
 """Calls of models that have no plan yet."""
@@ -129,6 +131,8 @@ DURING: dict[str, Callable[[AutoVaruna], object]] = {
     "backward_twice": backward_twice,
     "calls_differ": lambda model: model.state_dict() if get_rank() == 1 else model(*batch()),
     "moved": lambda model: model.to(torch.float64),
+    "assigned": lambda model: model.load_state_dict({}, strict=False, assign=True),
+    "replaced": lambda model: functional_call(model, {"first.weight": torch.zeros(8, 4)}, batch()),
 }
 """What is done to a model that is training."""
 

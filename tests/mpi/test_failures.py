@@ -34,6 +34,7 @@ ENDINGS: dict[str, str] = {
     "hook_fails": r"rank 1 failed:(?s:.*)in hook_fails(?s:.*)ValueError: the story's error",
     "script_fails": r"rank 1 failed:(?s:.*)in train(?s:.*)ValueError: the story's error",
     "script_fails_behind_a_hook": r"rank 1 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
+    "script_meets_in_a_group_of_its_own": r"rank 0 is in .*, rank 1 is in 'torch\.distributed\.barrier\(\)'",
     "script_shows_errors_itself": r"in barrier_fails(?s:.*)ValueError: the story's error",
     "thread_fails": r"rank 1 failed in thread reader(?s:.*)ValueError: the story's error",
     "every_rank_fails": r"rank 0 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
@@ -148,7 +149,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "replicated_sizes_differ": ("RankError", r"batches of \[4, 6\] samples.*inputs='per_rank'"),
     "shapes_differ": ("RankError", r"input x is \(batch, 4\) float32 on rank 0, \(batch, 3\) float32 on rank 1"),
     "constants_differ": ("RankError", r"constant scale is 1\.0 on rank 0, 2\.0 on rank 1"),
-    "modes_differ": ("RankError", r"the model's mode is train\(\) on rank 0, eval\(\) on rank 1"),
+    "modes_differ": ("RankError", r"the model's mode is train\(\) on rank 0, eval\(\).* Evaluate on every rank"),
     "grad_modes_differ": ("RankError", "grad mode is True on rank 0, False on rank 1"),
     "no_batch": ("InputError", "No argument of the model is a batch"),
     "no_batch_on_one": ("InputError", "No argument of the model is a batch"),
@@ -160,6 +161,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "no_backward_on_one": ("RankError", "the number of backwards is 1 on rank 0, 0 on rank 1"),
     "gradients_of_loss_differ": ("RankError", "the gradient of the last loss is 1 on rank 0, 2 on rank 1"),
     "moved": ("InputError", "before the first call"),
+    "assigned": ("InputError", r"Expected load_state_dict\(state\), which copies"),
+    "replaced": ("InputError", r"replaced after the first call: got other ones for \['first.weight'\]"),
+    "replaced_before": ("InputError", r"functional_call\(\) of the wrapped model.* Expected it inside of a forward"),
 }
 """The kind of error that both ranks raise in each story, and what its message says."""
 

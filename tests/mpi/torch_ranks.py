@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autovaruna import AutoVaruna, barrier, get_rank, get_world_size
+from autovaruna import AutoVaruna, InputError, barrier, get_rank, get_world_size
 from tests.mpi.world_on_ranks import try_laws
 
 
@@ -54,10 +54,23 @@ def laws_and_training(folder: Path) -> None:
     train(folder, "gloo")
     with torch.no_grad():
         assert torch.equal(first(batch), before)
-    total = torch.ones(())
-    dist.all_reduce(total)
-    assert total == dist.get_world_size()
+    loss = torch.tensor(float(get_rank()))
+    dist.all_reduce(loss)
+    loss /= get_world_size()
+    assert loss == (dist.get_world_size() - 1) / 2  # on every rank, as a schedule that goes by it needs
+    refuse_numbers_of_others(first)
     dist.destroy_process_group()
+
+
+def refuse_numbers_of_others(model: AutoVaruna) -> None:
+    """Once, other ranks waited for ever for a gradient that this one does not hold, where a script averaged them."""
+    away = next(each for each in model.parameters() if each.is_meta)
+    try:
+        dist.all_reduce(away.data)
+    except InputError as error:
+        assert "leaves their sums, means and broadcasts out" in str(error)
+    else:
+        raise AssertionError("not refused")
 
 
 def begin(folder: Path) -> None:

@@ -322,6 +322,20 @@ def test_a_function_transform_around_the_wrapper_is_refused() -> None:
         torch.func.jacrev(wrapped)(X["x"])
 
 
+def scaled(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    weights = {name: 0.9 * each for name, each in self.last.named_parameters()}
+    return F.cross_entropy(torch.func.functional_call(self.last, weights, (torch.tanh(self.first(x)),)), y)
+
+
+def test_a_function_of_weights_is_part_of_forward() -> None:
+    """As the error says that is raised where the wrapper itself is called so."""
+    model = two_layers(scaled)
+    compare(
+        step_of(AutoVaruna(copy.deepcopy(model), **ONE), (BATCH["x"], BATCH["y"])),
+        step_of(model, tuple(BATCH.values())),
+    )
+
+
 CLIPPED = function_of(lambda gradient: gradient.clamp(-0.002, 0.002))
 
 

@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[Setup, MakeOptimizer, type[Exception], str, Story | Non
         OWN_SAMPLES,
         adamw,
         RankError,
-        "what SGD steps by, gradients of this rank's",
+        "what SGD steps by, gradients of this rank's.* pass inputs='replicated'",
         step_of_criterion,
     ),
     "other states": (TWO, of_other_states, RankError, "The ranks start from other states of AdamW: ", None),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from autovaruna import AutoVaruna, InputError, RankError
+from autovaruna.log import error_text
 from autovaruna.ranks.world import World
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
@@ -117,7 +118,34 @@ def normed(norm_type: float, model: Any, optimizer: Any) -> list[Tensor]:
     return norms
 
 
+def precise_copies(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Once, gradients of copies that are elsewhere were to be read, to compare those of an unknown optimizer."""
+    model(X)  # from here on weights are where they stay, and copies of them as well
+    precise = [each.detach().double().clone().requires_grad_() for each in model.parameters()]
+    own = torch.optim.AdamW(precise, lr=0.1)
+    for _ in range(2):
+        model(X).square().mean().backward()
+        for copied, weight in zip(precise, model.parameters(), strict=True):
+            copied.grad, weight.grad = weight.grad.double(), None
+        own.step()
+        with torch.no_grad():
+            for copied, weight in zip(precise, model.parameters(), strict=True):
+                weight.copy_(copied)
+    return dict(model.state_dict())
+
+
+def optimised_samples(model: Any, optimizer: Any) -> Tensor:
+    """Changes samples, as an attack does; once, no error said that all ranks are to have all of them."""
+    samples = X.clone().requires_grad_()
+    own = torch.optim.Adam([samples], lr=0.1)
+    for _ in range(3):
+        descend(model(samples).square().mean(), own)
+    return samples.detach()
+
+
 AROUND: dict[str, tuple[Story, dict[str, float]]] = {
+    "samples that are optimised": (optimised_samples, {}),
+    "steps of copies in a higher precision": (precise_copies, {}),
     "gradients of inputs through a frozen model": (through_frozen, {}),
     "weights that are drawn anew": (initialised_anew, {"rtol": 0, "atol": 0}),
     "an average in a list of clones": (partial(averaged, decayed), {}),
@@ -132,6 +160,20 @@ def test_what_is_done_around_a_split_model_is_as_in_plain_pytorch(what: str) -> 
     story, tolerances = AROUND[what]
     found = as_plain(TWO, layers(), story, **tolerances)
     assert "norm" not in what or found[0] == found[1]
+
+
+def test_copies_that_are_made_too_early_are_told_in_our_words() -> None:
+    """Once, torch's words were all that was said: what is on meta, and whose it is, a script does not know."""
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        early = [each.detach().double().clone().requires_grad_() for each in model.parameters()]
+        model(X).square().mean().backward()
+        with pytest.raises(RuntimeError) as found:
+            for copied, weight in zip(early, model.parameters(), strict=True):
+                copied.grad = weight.grad.double()  # type: ignore[union-attr]
+        assert "(copies, moments) to be made after the first call" in error_text(found.value)
+
+    on_ranks(TWO, layers(), run)
 
 
 CASE = CASES["conv_net_batch_norm"].without_dropout()

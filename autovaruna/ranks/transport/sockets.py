@@ -418,10 +418,14 @@ def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
         waited = time.monotonic() - began
         if waited > _START_SECONDS or (waited > _REPORT_SECONDS and not has_told):
             missing = [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]
+            text = (
+                f"ranks {missing} have not come to their first call for {waited:.0f} s: each process that the launcher "
+                "has started, and each of a process group of the script's, wraps the model and calls it"
+            )
             if waited > _START_SECONDS:
-                raise RankError(f"ranks {missing} have not come to their first call within {_START_SECONDS:.0f} s.")
+                raise RankError(f"{text}.")
             has_told = True
-            logger.warning("ranks %s have not come to their first call for %.0f s", missing, waited)
+            logger.warning("%s", text)
         if waited > checked + _CHECK_SECONDS:
             checked = waited
             check()
