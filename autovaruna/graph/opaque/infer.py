@@ -220,11 +220,11 @@ def infer_outputs(trial: OpaqueTrial) -> Returned:
 
 def _inferred(trial: OpaqueTrial) -> Returned:
     with untouched_generator(trial.device):
-        return replace(trial.returned(), is_linear_back=_is_linear_back(trial) is not False)
+        return replace(trial.returned(), is_linear_back=_is_linear_back(trial))
 
 
-def _is_linear_back(trial: OpaqueTrial) -> bool | None:
-    """Returns whether gradients grow with those that come in; None: it cannot be tried."""
+def _is_linear_back(trial: OpaqueTrial) -> bool:
+    """Whether gradients grow with those that come in, for all numbers that can be tried: one may be a switch."""
     for numbers in _FOR_GRADIENTS:
         try:
             seed_generators(trial.device, 0)
@@ -248,10 +248,12 @@ def _is_linear_back(trial: OpaqueTrial) -> bool | None:
             )
             is_steady = all(map(torch.equal, one, again)) and all(each.isfinite().all() for each in one)
             if is_steady and any(each.any() for each in one):
-                return all(distance(*pair) <= noise for other in others for pair in zip(other, one, strict=True))
+                pairs = (pair for other in others for pair in zip(other, one, strict=True))
+                if any(distance(*pair) > noise for pair in pairs):
+                    return False
         except Exception:  # it has no gradient, wants other numbers, or goes back once
             continue
-    return None
+    return True
 
 
 def _allowed(trial: OpaqueTrial, tensors: Sequence[Tensor]) -> float:
