@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autovaruna.errors import TraceError
+from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.facts import KnownGraph
-from autovaruna.graph.opaque.run import OpaqueModule
+from autovaruna.graph.guards import entries, is_constant
+from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.operators import (
     SCALING,
     Linearity,
@@ -32,6 +33,7 @@ from autovaruna.graph.operators import (
     reached,
     run_opaque,
 )
+from autovaruna.graph.outside import OutsidePlace
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
 from autovaruna.graph.source_lines import origin
@@ -286,6 +288,26 @@ class TracedModel(KnownGraph):
         if self.sizes.lengths is not None:
             return self.sizes.lengths.of(call)
         return () if self.call.key == call.key else None
+
+    def check_layouts(self, tensors: Sequence[Tensor]) -> None:
+        """Refuses inputs that lie in memory in another way than those of the trace, where forward asks for that."""
+        for spec, tensor in zip(self.call.inputs, tensors, strict=True):
+            if self.asks_for_layout and not (spec.dimension or tensor.is_contiguous()):
+                raise InputError(
+                    f"forward asks how a tensor lies in memory{self.asks_for_layout}, and a trace goes by contiguous "
+                    f"inputs: got {spec.name} {spec.passed_shape} with the strides {tensor.stride()}. Expected "
+                    f"{spec.name}.contiguous()."
+                )
+
+    def backward_constants(self) -> dict[str, Any]:
+        """Returns numbers and texts, by name, that backwards of autograd functions now read from outside of them."""
+        places = (each for place in self._backward_places for each in entries(place.path, place.values()))
+        return {name: value for name, value in places if is_constant(value)}
+
+    @cached_property
+    def _backward_places(self) -> list[OutsidePlace]:
+        kept = filter(None, map(opaque_module_of, self.module.graph.nodes))
+        return [place for each in kept for place in each.backward_places()]
 
     def outer(self, spec: OutputSpec, lengths: tuple[int, ...]) -> int:
         """Returns how often all samples come one after the other in an output's dimension, in a call of `lengths`."""

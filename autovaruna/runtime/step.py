@@ -208,6 +208,7 @@ class WholeStep(Step):
         self._factor = factor
         self._gradients = StepGradients()
         self._loss: Tensor | None = None
+        self._read: Mapping[str, object] = {}
         every, loss = self._program.outputs, self._program.loss_place
         self._delivered = every if rank.settings.outputs == "all" else {loss: every[loss]}
 
@@ -217,6 +218,7 @@ class WholeStep(Step):
         self._executor.run(tasks, partial(_seed, program.seeds(self._factor), program.loss_place))
         self._collector.send(self._delivered)
         self._gradients = self._sum()
+        self._read = program.traced.backward_constants()
         outputs = self._collector.collect(self._delivered)  # last: they have come while gradients were summed
         self._loss = outputs.pop(program.loss_place)
         published = self._publish({program.loss_place: self._loss}, self._give_out)
@@ -237,6 +239,7 @@ class WholeStep(Step):
             backwards.record("none")
             return self._for_sources({}, {})
         self._rank.metrics.record(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
+        self._refuse_changed()
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
         if factor != self._factor:
@@ -254,6 +257,17 @@ class WholeStep(Step):
             backwards.keep_totals(totals)
             totals = {}
         return self._for_sources(totals, _scaled(found.inputs, scale))
+
+    def _refuse_changed(self) -> None:
+        """Refuses a backward whose autograd functions would read something else by now than in the call."""
+        now = self._program.traced.backward_constants()
+        if changed := [name for name in now.keys() | self._read.keys() if now.get(name) != self._read.get(name)]:
+            name = min(changed)
+            raise InputError(
+                f"The backward of an autograd function reads {name}, which has changed since the call: got "
+                f"{now.get(name)!r}, and the step has gone backward with {self._read.get(name)!r}. Expected it to be "
+                "set before the call; or pass loss_mode='outputs', where a step goes backward once the script does."
+            )
 
     def _refuse_clipped(self, factor: float) -> None:
         """Refuses to scale gradients that do not grow with what comes into the loss."""

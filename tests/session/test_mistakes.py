@@ -336,3 +336,51 @@ def test_gradients_that_are_clipped_on_the_way_are_not_scaled_afterwards() -> No
     model.zero_grad()
     (AutoVaruna(model, loss_mode="outputs", **ONE)(**BATCH) / 4).backward()
     torch.testing.assert_close(gradients_of(model), expected)
+
+
+def test_nor_are_those_that_a_buffer_lets_be_clipped() -> None:
+    """Once, what a function does was tried with the flag off, by chance."""
+    own = function_of(lambda gradient: gradient)
+
+    class Switched(own):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, flag: Tensor) -> Tensor:
+            ctx.save_for_backward(flag)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return torch.where(ctx.saved_tensors[0] > 0, gradient.clamp(-0.002, 0.002), gradient), None
+
+    model = two_layers(
+        lambda self, x, y: F.cross_entropy(self.last(Switched.apply(torch.tanh(self.first(x)), self.flag)), y),
+        flag=torch.zeros(()),
+    )
+    with pytest.raises(InputError, match=r"got 0.25 times the loss"):
+        (AutoVaruna(model, **ONE)(**BATCH) / 4).backward()
+
+
+FACTOR = SimpleNamespace(value=1.0)
+SCALED = function_of(lambda gradient: FACTOR.value * gradient)
+
+
+def test_what_a_backward_reads_may_not_change_after_the_call() -> None:
+    """Once, the step had gone backward with the number of before."""
+    model = two_layers(lambda self, x, y: F.cross_entropy(self.last(SCALED.apply(torch.tanh(self.first(x)))), y))
+    wrapped = AutoVaruna(model, **ONE)
+    wrapped(**BATCH).backward()
+    loss = wrapped(**BATCH)
+    FACTOR.value = 2.0
+    with pytest.raises(InputError, match=r"reads .*value, which has changed since the call: got 2\.0.*with 1\.0"):
+        loss.backward()
+
+
+def test_an_input_that_lies_otherwise_is_refused_where_forward_asks_for_that() -> None:
+    """Once, it took the branch of the first one."""
+    model = two_layers(
+        lambda self, x, y: F.cross_entropy(self.last(self.first(x)) * (1.0 if x.is_contiguous() else 2.0), y)
+    )
+    wrapped = AutoVaruna(model, **ONE)
+    wrapped(**BATCH).backward()
+    with pytest.raises(InputError, match=r"how a tensor lies in memory at .*is_contiguous.*Expected x\.contiguous\(\)"):
+        wrapped(x=BATCH["x"].t().contiguous().t(), y=BATCH["y"])
