@@ -42,7 +42,7 @@ from autovaruna.graph.outside import (
     items_of,
     read_outside,
 )
-from autovaruna.graph.precision import current_precision, modes_of_process
+from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
 HAS_UNFINISHED = "_has_unfinished_sequences"  # of models of transformers, in whose generate ranks agree on it
@@ -57,6 +57,8 @@ _KEYS = methodcaller("keys")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
 _RECORDS_DEPTH = 2
+_MODES = torch.get_default_dtype, torch.get_float32_matmul_precision, torch.are_deterministic_algorithms_enabled
+"""What torch goes by besides autocast, and a forward may."""
 _MOST_TRIES = 3
 """Trials after which an attribute counts for good."""
 NUMBERS = " in place"
@@ -208,7 +210,13 @@ class Guards:
         self._methods |= {*method.split(".")}
         if self._read() != self._values:
             self._record_changes()
-        mode = self._changed_words(), *self._flags(), torch.is_grad_enabled(), current_precision(), modes_of_process()
+        mode = (
+            self._changed_words(),
+            *self._flags(),
+            torch.is_grad_enabled(),
+            current_precision(),
+            [each() for each in _MODES],
+        )
         if mode != self._latest:
             self._latest, self._latest_words = mode, _in_words(*mode)
         return self._latest_words
@@ -480,7 +488,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _in_words(
-    changed: str, training: list[bool], trained: list[bool], is_grad: bool, precision: Any, modes: tuple[Any, ...]
+    changed: str, training: list[bool], trained: list[bool], is_grad: bool, precision: Any, modes: list[Any]
 ) -> str:
     flags = "".join(["t" if each else "e" for each in training])
     frozen = "".join(["g" if each else "f" for each in trained])

@@ -54,15 +54,6 @@ def current_precision() -> Precision:
     )
 
 
-def modes_of_process() -> tuple[Any, ...]:
-    """Returns what torch goes by besides autocast, and a forward may: another one is another trace."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
 @contextmanager
 def in_precision(precision: Precision) -> Iterator[None]:
     """Turns on the autocasts of `precision` and no others."""

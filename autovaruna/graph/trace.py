@@ -33,7 +33,6 @@ from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, 
 from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.run import opaque_module_of
-from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import NO_TOTALS, TracedModel, classify, is_same_graph
 from autovaruna.graph.tree import HidingLeaf
@@ -73,7 +72,7 @@ def _refuse_shared_buffers(changed: Collection[str], model: nn.Module) -> None:
         full_name(path, name): range(each.data_ptr(), each.data_ptr() + each.nbytes)
         for path, module in model.named_modules()
         for name, each in buffer_table(module).items()
-        if each is not None and not each.is_meta and each.layout is torch.strided
+        if each is not None and each.numel() and not each.is_meta and each.layout is torch.strided
     }
     for one in sorted(changed & memory.keys()):
         own = memory.pop(one)
@@ -132,13 +131,13 @@ def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, op
         error = found
     try:
         with untouched(model):
-            can_keep = watched is None or _num_kept(watched) > 0  # else hooks alone would ask for it
+            can_keep = watched is None or bool(watched.kept)  # else hooks alone would ask for it
             whole = _trace(model, call, device, replace(options, can_keep=can_keep))
     except TraceError:
         if watched is None:
             raise
         whole = watched
-    is_kept = watched is not None and _num_kept(whole) > _num_kept(watched)  # for the sake of hooks alone
+    is_kept = watched is not None and len(whole.kept) > len(watched.kept)  # for the sake of hooks alone
     if watched is not None and (is_kept or is_same_graph(whole, watched)):
         _refuse_watching(watched)
         return watched
@@ -149,10 +148,6 @@ def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, op
     )
     warn_once(logger, model, text + (f" ({error})" if error else ""))
     return whole
-
-
-def _num_kept(traced: TracedModel) -> int:
-    return len(traced.module.graph.find_nodes(op="call_function", target=run_opaque))
 
 
 def _refuse_watching(traced: TracedModel) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import getitem
 from typing import Any
 
@@ -31,9 +31,7 @@ from autovaruna.graph.operators import (
     name_of,
     operator_of,
     reached,
-    run_opaque,
 )
-from autovaruna.graph.outside import OutsidePlace
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
 from autovaruna.graph.source_lines import origin
@@ -301,13 +299,14 @@ class TracedModel(KnownGraph):
 
     def backward_constants(self) -> dict[str, Any]:
         """Returns numbers and texts, by name, that backwards of autograd functions now read from outside of them."""
-        places = (each for place in self._backward_places for each in entries(place.path, place.values()))
-        return {name: value for name, value in places if is_constant(value)}
+        places = chain(*(each.backward_places for each in self.kept))
+        found = (each for place in places for each in entries(place.path, place.values()))
+        return {name: value for name, value in found if is_constant(value)}
 
     @cached_property
-    def _backward_places(self) -> list[OutsidePlace]:
-        kept = filter(None, map(opaque_module_of, self.module.graph.nodes))
-        return [place for each in kept for place in each.backward_places()]
+    def kept(self) -> list[OpaqueModule]:
+        """What is kept whole, once for each use: its code runs as it is in each step, and may change its state."""
+        return [kept for node in self.module.graph.nodes if (kept := opaque_module_of(node)) is not None]
 
     def outer(self, spec: OutputSpec, lengths: tuple[int, ...]) -> int:
         """Returns how often all samples come one after the other in an output's dimension, in a call of `lengths`."""
@@ -337,14 +336,7 @@ class TracedModel(KnownGraph):
     @cached_property
     def has_kept_modules(self) -> bool:
         """Whether submodules with parameters are kept whole: which of them they use may vary."""
-        attributes = self.module.graph.find_nodes(op="get_attr")
-        found = [getattr(self.module, str(node.target), None) for node in attributes]
-        return any(isinstance(each, OpaqueModule) and each.num_parameters for each in found)
-
-    @cached_property
-    def runs_own_code(self) -> bool:
-        """Whether something is kept whole: in each step, code of the model runs as it is, and may change its state."""
-        return bool(self.module.graph.find_nodes(op="call_function", target=run_opaque))
+        return any(each.num_parameters for each in self.kept)
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:

@@ -29,7 +29,6 @@ from torch import Tensor
 from autovaruna.errors import InputError
 from autovaruna.graph.key_values import Kept, KeptTensor
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import OutputKind
 from autovaruna.ranks.reduction import WIDER
@@ -271,8 +270,7 @@ class WholeStep(Step):
 
     def _refuse_clipped(self, factor: float) -> None:
         """Refuses to scale gradients that do not grow with what comes into the loss."""
-        kept = [module for node in self._program.traced.nodes.values() if (module := opaque_module_of(node))]
-        if bent := next((each for each in kept if not each.returned.is_linear_back), None):
+        if bent := next((each for each in self._program.traced.kept if not each.returned.is_linear_back), None):
             raise InputError(
                 f"The backward of {bent.path} at {bent.line} does not grow with what comes into it (it clips it, say), "
                 f"and the step has gone backward from {self._factor:g}: got {factor:g} times the loss. Expected a "

@@ -338,23 +338,31 @@ def test_gradients_that_are_clipped_on_the_way_are_not_scaled_afterwards() -> No
     torch.testing.assert_close(gradients_of(model), expected)
 
 
-def test_nor_are_those_that_a_buffer_lets_be_clipped() -> None:
-    """Once, what a function does was tried with the flag off, by chance."""
-    own = function_of(lambda gradient: gradient)
+class Switched(torch.autograd.Function):
+    """Clips gradients where a flag is on."""
 
-    class Switched(own):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, flag: Tensor) -> Tensor:
-            ctx.save_for_backward(flag)
-            return x.clone()
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flag: Tensor) -> Tensor:
+        ctx.save_for_backward(flag)
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            return torch.where(ctx.saved_tensors[0] > 0, gradient.clamp(-0.002, 0.002), gradient), None
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.where(ctx.saved_tensors[0] > 0, gradient.clamp(-0.002, 0.002), gradient), None
 
+
+def clipping_by_hook(self: Any, x: Tensor) -> Tensor:
+    if x.requires_grad and self.flag.item() > 0:
+        x.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
+    return x * 1.0
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["function", "module"])
+def test_nor_are_those_that_a_buffer_lets_be_clipped_later(is_kept: bool) -> None:
+    """Once, what is kept whole was tried with the flag as it was, or with one number, by chance."""
+    clip = Written(clipping_by_hook if is_kept else lambda self, x: Switched.apply(x, self.flag), flag=torch.zeros(()))
     model = two_layers(
-        lambda self, x, y: F.cross_entropy(self.last(Switched.apply(torch.tanh(self.first(x)), self.flag)), y),
-        flag=torch.zeros(()),
+        lambda self, x, y: F.cross_entropy(self.last(self.clip(torch.tanh(self.first(x)))), y), clip=clip
     )
     with pytest.raises(InputError, match=r"got 0.25 times the loss"):
         (AutoVaruna(model, **ONE)(**BATCH) / 4).backward()

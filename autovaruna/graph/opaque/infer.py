@@ -10,6 +10,7 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import sympy
@@ -224,12 +225,17 @@ def _inferred(trial: OpaqueTrial) -> Returned:
 
 
 def _is_linear_back(trial: OpaqueTrial) -> bool:
-    """Whether gradients grow with those that come in, for all numbers that can be tried: one may be a switch."""
-    for numbers in _FOR_GRADIENTS:
+    """Whether gradients grow with those that come in, whatever is in what may be a switch.
+
+    That is a number, or integers; a buffer is tried as it is, and as ones.
+    """
+    for numbers, is_on in product(_FOR_GRADIENTS, (False, True)):
         try:
             seed_generators(trial.device, 0)
             size = _SIZES[-1] if isinstance(trial.batch[0], torch.SymInt) else int(trial.batch[0])
             tensors, state = trial.arguments(numbers, size), trial.numbers()
+            if is_on:
+                state = [each if each.requires_grad else torch.ones_like(each) for each in state]
             outputs, *_ = trial.run([each.clone() for each in tensors], state)
             roots = [each for each in outputs if each.requires_grad]
             leaves = [each for each in (*tensors, *state) if each.requires_grad]
@@ -251,6 +257,8 @@ def _is_linear_back(trial: OpaqueTrial) -> bool:
                 pairs = (pair for other in others for pair in zip(other, one, strict=True))
                 if any(distance(*pair) > noise for pair in pairs):
                     return False
+                if not any(not is_differentiable(each) or each.numel() == 1 for each in (*tensors, *state)):
+                    return True
         except Exception:  # it has no gradient, wants other numbers, or goes back once
             continue
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import local
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,7 @@ class OpaqueModule:
         """Whether a number that it returns is a sum over the samples: it is asked for by its name."""
         return any(words == "'sum'" for _, words in self._call.constants())
 
+    @cached_property
     def backward_places(self) -> list[OutsidePlace]:
         """Returns what the backward of an autograd function reads from outside of it."""
         module = self._modules[False]
