@@ -568,7 +568,7 @@ def set_at_first(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(torch.tanh(h - self.shift)), y)
 
 
-ONE = torch.ones(2, 1)
+ONE = torch.ones(1, 1)
 OF_ITS_OWN: dict[str, tuple[nn.Module, str]] = {  # once, each trained on with other numbers
     "one tensor by two names": (two_layers(aliased, one=ONE, other=ONE), "two buffers that are one tensor"),
     "a part of another": (two_layers(aliased, one=ONE, other=ONE[0]), "forward changes one, whose memory other shares"),

@@ -111,8 +111,8 @@ class _Meetings:
 
     def _brought_back(self, node: fx.Node) -> str:
         """Finds what was made of all samples and meets each of them, or a layer, again; a count does as a number."""
-        joint = {Dependence.ALL}
-        if operator_of(node).linearity in SCALING | {Linearity.LINEAR} and not has(node, Trait.BY_INDEX):
+        joint, is_trained = {Dependence.ALL}, self._facts[node.name].needs_gradient
+        if is_trained and operator_of(node).linearity in SCALING | {Linearity.LINEAR} and not has(node, Trait.BY_INDEX):
             joint.add(Dependence.COUNTS_OF_SEVERAL)
         made_of_all = [each for each in read(node) if self._dependence(each) in joint]
         if not made_of_all:
