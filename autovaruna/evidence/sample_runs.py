@@ -25,6 +25,7 @@ from autovaruna.graph.operators import (
     NORMS,
     STATISTICS,
     arguments,
+    changed_by,
     is_differentiable,
     is_of_batch,
     run_opaque,
@@ -239,8 +240,9 @@ class SampleRuns:
         target: Any = node.target
         place = self._traced.places[node.name]
         pairs = zip((each for each in node.args if isinstance(each, fx.Node)), filter(_is_tensor, args), strict=False)
+        filled = set(map(id, changed_by(target, args, kwargs)))  # what was there before does not count
         for source, value in pairs:
-            if is_differentiable(value) and self._of.dimension(source.name) is not None:
+            if id(value) not in filled and is_differentiable(value) and self._of.dimension(source.name) is not None:
                 run.chances[node.name, source.name] = value.detach().clone()
         made = self.stream.draw(place, target, *args, **kwargs)
         if not isinstance(made, Tensor):

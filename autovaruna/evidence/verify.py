@@ -25,7 +25,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.call import InputSpec
 from autovaruna.graph.evaluate import NodeError, call, evaluate
 from autovaruna.graph.export.watchers import without_script_hooks
-from autovaruna.graph.guards import OF_MODULES, entries, full_name, hooks_of
+from autovaruna.graph.guards import OF_MODULES, attributes_of, entries, full_name, hooks_of
 from autovaruna.graph.opaque.run import OpaqueModule, profiling_mode, saving_nothing
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, without_autocast
@@ -255,9 +255,10 @@ def _made_by_operations(model: nn.Module) -> Iterator[Tensor]:
 def _copy_of(tensor: Tensor) -> Tensor:
     """Returns a copy that is a parameter if the tensor is one."""
     made = tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    made = nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
+    vars(made).update(attributes_of(tensor))
+    return made
 
 
 def _scaled(weight: nn.Parameter, factor: float) -> nn.Parameter:

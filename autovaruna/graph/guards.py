@@ -50,11 +50,15 @@ OF_MODULES = frozenset({*vars(nn.Module()), HAS_UNFINISHED})
 """What torch itself keeps in every module, and what no forward reads."""
 _OF_OPTIMIZERS = frozenset({"state"})
 """What an optimizer that a module holds keeps by parameter: on each rank another part of it."""
+_OF_TENSORS = frozenset({"_is_param", "home", "gradient"})
+"""What torch and the library itself keep in parameters."""
 _VALUES = methodcaller("values")
 _KEYS = methodcaller("keys")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
 _RECORDS_DEPTH = 2
+_MODES = torch.get_default_dtype, torch.get_float32_matmul_precision, torch.are_deterministic_algorithms_enabled
+"""What torch goes by besides autocast, and a forward may."""
 _MOST_TRIES = 3
 """Trials after which an attribute counts for good."""
 NUMBERS = " in place"
@@ -72,6 +76,11 @@ def hooks_of(model: nn.Module) -> list[Any]:
     """Returns the hooks of modules, which copies share: they may hold what cannot be copied."""
     tables = [vars(module).get(table, {}) for module in model.modules() for table in HOOKS]
     return [hook for table in tables for hook in table.values()]
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Returns what a script, or forward, has set on a parameter or buffer."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OF_TENSORS}
 
 
 def is_constant(value: object) -> bool:
@@ -201,7 +210,13 @@ class Guards:
         self._methods |= {*method.split(".")}
         if self._read() != self._values:
             self._record_changes()
-        mode = self._changed_words(), *self._flags(), torch.is_grad_enabled(), current_precision()
+        mode = (
+            self._changed_words(),
+            *self._flags(),
+            torch.is_grad_enabled(),
+            current_precision(),
+            [each() for each in _MODES],
+        )
         if mode != self._latest:
             self._latest, self._latest_words = mode, _in_words(*mode)
         return self._latest_words
@@ -312,7 +327,9 @@ class Guards:
         self._tables = [parameter_table(each) for each in self._modules]
         self._holders = [module_table(each) for each in self._modules]
         self._buffers = [buffer_table(each) for each in self._modules]
-        places = [_place_of(path, each) for path, each in [*named, *records(self._model)]]
+        held = [*self._model.named_parameters(), *self._model.named_buffers()]
+        tensors = [(path, each) for path, each in held if attributes_of(each)]
+        places = [_place_of(path, each) for path, each in [*named, *records(self._model), *tensors]]
         self._places = [place.held for place in places]
         inner = {id(held) for held in self._places}
         self._places += [place.held for place in self._outside if place.is_open]
@@ -370,7 +387,7 @@ class Guards:
 
         The numbers of these are not fixed in a trace.
         """
-        if _is_own(type(module)):
+        if _is_own(type(module)) or isinstance(module, torch.jit.ScriptModule):  # that is refused
             return
         inner.add(id(vars(module)))
         place = _place_of(path, module)
@@ -441,7 +458,8 @@ class Guards:
 def _place_of(path: str, owner: Any) -> OutsidePlace:
     """Returns the attributes of a module or an object that count."""
     place = OutsidePlace(full_name(path, ""), vars(owner))
-    place.names = place.held.keys() - (_OF_OPTIMIZERS if isinstance(owner, Optimizer) else OF_MODULES)
+    kinds = (Optimizer, _OF_OPTIMIZERS), (Tensor, _OF_TENSORS)
+    place.names = place.held.keys() - next((names for kind, names in kinds if isinstance(owner, kind)), OF_MODULES)
     return place
 
 
@@ -469,11 +487,14 @@ def _kind(module: nn.Module) -> str:
     return f"{type(module).__qualname__}({buffers})" if buffers else type(module).__qualname__
 
 
-def _in_words(changed: str, training: list[bool], trained: list[bool], is_grad: bool, precision: Any) -> str:
+def _in_words(
+    changed: str, training: list[bool], trained: list[bool], is_grad: bool, precision: Any, modes: list[Any]
+) -> str:
     flags = "".join(["t" if each else "e" for each in training])
     frozen = "".join(["g" if each else "f" for each in trained])
     autocast = ",".join(map(str, precision)) or "off"
-    mode = f"training={flags} gradient={is_grad} autocast={autocast} parameters={frozen}"
+    mode = f"training={flags} gradient={is_grad} autocast={autocast} torch={','.join(map(str, modes))}"
+    mode += f" parameters={frozen}"
     return f"{mode} attributes={changed}" if changed else mode
 
 

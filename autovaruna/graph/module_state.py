@@ -23,7 +23,7 @@ from autovaruna._torch import (
 )
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.guards import restored
+from autovaruna.graph.guards import attributes_of, restored
 
 StatePlaces = tuple[tuple[tuple[nn.Module, str], ...], ...]
 """Where each tensor of a module's state is: the modules and attribute names that share it."""
@@ -104,6 +104,7 @@ def with_fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
     fake: Any = fake_like(tensor, mode, device)
+    vars(fake).update(attributes_of(tensor))
     if isinstance(tensor, nn.Parameter):  # as nn.Parameter marks them, without the copy that it makes
         fake.requires_grad_(tensor.requires_grad)._is_param = True
     return fake  # type: ignore[no-any-return]

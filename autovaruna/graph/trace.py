@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autovaruna._torch import NormBase, warn_of_untried
+from autovaruna._torch import NormBase, buffer_table, warn_of_untried
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.interpret import steady_state
 from autovaruna.graph.batch.order import SampleOrders
@@ -30,9 +30,9 @@ from autovaruna.graph.export.run import DEFAULTS, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
+from autovaruna.graph.guards import full_name
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.run import opaque_module_of
-from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import NO_TOTALS, TracedModel, classify, is_same_graph
 from autovaruna.graph.tree import HidingLeaf
@@ -63,6 +63,25 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
                 f"forward changes the tensor {name.removeprefix(PREFIX)} of {type(model).__qualname__} in place, which "
                 "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
                 "changes buffers alone; make it one with register_buffer()."
+            )
+
+
+def _refuse_shared_buffers(changed: Collection[str], model: nn.Module) -> None:
+    """Refuses a forward that changes memory of several buffers, each of which is on ranks of its own."""
+    memory = {
+        full_name(path, name): range(each.data_ptr(), each.data_ptr() + each.nbytes)
+        for path, module in model.named_modules()
+        for name, each in buffer_table(module).items()
+        if each is not None and each.numel() and not each.is_meta and each.layout is torch.strided
+    }
+    for one in sorted(changed & memory.keys()):
+        own = memory.pop(one)
+        others = (name for name, each in memory.items() if each.start < own.stop and own.start < each.stop)
+        if other := next(others, ""):
+            raise TraceError(
+                f"forward changes {one}, whose memory {other} shares: got two buffers that are one tensor, and the "
+                "ranks that hold one of them would not see what becomes of the other. Expected a buffer by one name, "
+                "which forward reads wherever it needs it."
             )
 
 
@@ -112,13 +131,13 @@ def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, op
         error = found
     try:
         with untouched(model):
-            can_keep = watched is None or _num_kept(watched) > 0  # else hooks alone would ask for it
+            can_keep = watched is None or bool(watched.kept)  # else hooks alone would ask for it
             whole = _trace(model, call, device, replace(options, can_keep=can_keep))
     except TraceError:
         if watched is None:
             raise
         whole = watched
-    is_kept = watched is not None and _num_kept(whole) > _num_kept(watched)  # for the sake of hooks alone
+    is_kept = watched is not None and len(whole.kept) > len(watched.kept)  # for the sake of hooks alone
     if watched is not None and (is_kept or is_same_graph(whole, watched)):
         _refuse_watching(watched)
         return watched
@@ -129,10 +148,6 @@ def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, op
     )
     warn_once(logger, model, text + (f" ({error})" if error else ""))
     return whole
-
-
-def _num_kept(traced: TracedModel) -> int:
-    return len(traced.module.graph.find_nodes(op="call_function", target=run_opaque))
 
 
 def _refuse_watching(traced: TracedModel) -> None:
@@ -166,6 +181,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Trac
         grouping = group(known)
         graph = _build(exported.markers, known, grouping)
         state, changed = parameters | buffers, known.changed_attributes()
+        _refuse_shared_buffers(changed & buffers.keys(), model)
         steady = frozenset(state[name] for name in steady_state(known, changed))
         if options.is_parted:
             _say_what_follows_samples({state[name] for name in changed - _only_held(known)} - steady, model)
@@ -251,6 +267,13 @@ def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
     """Warns of statistics of the samples that are none of a normalisation's, of which everybody knows."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     if found := sorted(name for name, owner in owners.items() if not isinstance(owner, NormBase)):
+        flags = [model.get_buffer(name) for name in found if name in dict(model.named_buffers())]
+        if any(each.dtype is torch.bool and not each.is_meta and not each.all() for each in flags):
+            raise TraceError(
+                f"forward sets {', '.join(found)} by its first batch: got a flag that is not set yet, and each "
+                "micro-batch would find what the one before has set. Expected a model that has seen a batch: run one "
+                "through it before it is wrapped."
+            )
         text = (
             f"forward changes {', '.join(found)} by the numbers of its samples, or in a module that is kept whole: "
             "each micro-batch changes it in turn by its own, as with a batch normalisation, where plain PyTorch does "

@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autovaruna.errors import TraceError
+from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.facts import KnownGraph
-from autovaruna.graph.opaque.run import OpaqueModule
+from autovaruna.graph.guards import entries, is_constant
+from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.operators import (
     SCALING,
     Linearity,
@@ -30,7 +31,6 @@ from autovaruna.graph.operators import (
     name_of,
     operator_of,
     reached,
-    run_opaque,
 )
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
@@ -287,6 +287,27 @@ class TracedModel(KnownGraph):
             return self.sizes.lengths.of(call)
         return () if self.call.key == call.key else None
 
+    def check_layouts(self, tensors: Sequence[Tensor]) -> None:
+        """Refuses inputs that lie in memory in another way than those of the trace, where forward asks for that."""
+        for spec, tensor in zip(self.call.inputs, tensors, strict=True):
+            if self.asks_for_layout and not (spec.dimension or tensor.is_contiguous()):
+                raise InputError(
+                    f"forward asks how a tensor lies in memory{self.asks_for_layout}, and a trace goes by contiguous "
+                    f"inputs: got {spec.name} {spec.passed_shape} with the strides {tensor.stride()}. Expected "
+                    f"{spec.name}.contiguous()."
+                )
+
+    def backward_constants(self) -> dict[str, Any]:
+        """Returns numbers and texts, by name, that backwards of autograd functions now read from outside of them."""
+        places = chain(*(each.backward_places for each in self.kept))
+        found = (each for place in places for each in entries(place.path, place.values()))
+        return {name: value for name, value in found if is_constant(value)}
+
+    @cached_property
+    def kept(self) -> list[OpaqueModule]:
+        """What is kept whole, once for each use: its code runs as it is in each step, and may change its state."""
+        return [kept for node in self.module.graph.nodes if (kept := opaque_module_of(node)) is not None]
+
     def outer(self, spec: OutputSpec, lengths: tuple[int, ...]) -> int:
         """Returns how often all samples come one after the other in an output's dimension, in a call of `lengths`."""
         return 1 if spec.outer == 1 else int(self.sizes.in_call(spec.outer, 1, lengths))
@@ -315,14 +336,7 @@ class TracedModel(KnownGraph):
     @cached_property
     def has_kept_modules(self) -> bool:
         """Whether submodules with parameters are kept whole: which of them they use may vary."""
-        attributes = self.module.graph.find_nodes(op="get_attr")
-        found = [getattr(self.module, str(node.target), None) for node in attributes]
-        return any(isinstance(each, OpaqueModule) and each.num_parameters for each in found)
-
-    @cached_property
-    def runs_own_code(self) -> bool:
-        """Whether something is kept whole: in each step, code of the model runs as it is, and may change its state."""
-        return bool(self.module.graph.find_nodes(op="call_function", target=run_opaque))
+        return any(each.num_parameters for each in self.kept)
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:

@@ -98,6 +98,7 @@ class RemoteTensor(Tensor):
 def remote_like(tensor: Tensor, home: Home) -> Tensor:
     """Returns a stand-in for a tensor, a parameter for a parameter."""
     made = _wrapped(tensor.detach().to("meta"), home)
+    vars(made).update({name: value for name, value in vars(tensor).items() if name not in vars(made)})
     if isinstance(tensor, nn.Parameter):
         made._is_param = True
         made.requires_grad_(tensor.requires_grad)

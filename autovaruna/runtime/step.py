@@ -29,7 +29,6 @@ from torch import Tensor
 from autovaruna.errors import InputError
 from autovaruna.graph.key_values import Kept, KeptTensor
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import OutputKind
 from autovaruna.ranks.reduction import WIDER
@@ -208,6 +207,7 @@ class WholeStep(Step):
         self._factor = factor
         self._gradients = StepGradients()
         self._loss: Tensor | None = None
+        self._read: Mapping[str, object] = {}
         every, loss = self._program.outputs, self._program.loss_place
         self._delivered = every if rank.settings.outputs == "all" else {loss: every[loss]}
 
@@ -217,6 +217,7 @@ class WholeStep(Step):
         self._executor.run(tasks, partial(_seed, program.seeds(self._factor), program.loss_place))
         self._collector.send(self._delivered)
         self._gradients = self._sum()
+        self._read = program.traced.backward_constants()
         outputs = self._collector.collect(self._delivered)  # last: they have come while gradients were summed
         self._loss = outputs.pop(program.loss_place)
         published = self._publish({program.loss_place: self._loss}, self._give_out)
@@ -237,6 +238,7 @@ class WholeStep(Step):
             backwards.record("none")
             return self._for_sources({}, {})
         self._rank.metrics.record(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
+        self._refuse_changed()
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
         if factor != self._factor:
@@ -255,10 +257,20 @@ class WholeStep(Step):
             totals = {}
         return self._for_sources(totals, _scaled(found.inputs, scale))
 
+    def _refuse_changed(self) -> None:
+        """Refuses a backward whose autograd functions would read something else by now than in the call."""
+        now = self._program.traced.backward_constants()
+        if changed := [name for name in now.keys() | self._read.keys() if now.get(name) != self._read.get(name)]:
+            name = min(changed)
+            raise InputError(
+                f"The backward of an autograd function reads {name}, which has changed since the call: got "
+                f"{now.get(name)!r}, and the step has gone backward with {self._read.get(name)!r}. Expected it to be "
+                "set before the call; or pass loss_mode='outputs', where a step goes backward once the script does."
+            )
+
     def _refuse_clipped(self, factor: float) -> None:
         """Refuses to scale gradients that do not grow with what comes into the loss."""
-        kept = [module for node in self._program.traced.nodes.values() if (module := opaque_module_of(node))]
-        if bent := next((each for each in kept if not each.returned.is_linear_back), None):
+        if bent := next((each for each in self._program.traced.kept if not each.returned.is_linear_back), None):
             raise InputError(
                 f"The backward of {bent.path} at {bent.line} does not grow with what comes into it (it clips it, say), "
                 f"and the step has gone backward from {self._factor:g}: got {factor:g} times the loss. Expected a "

@@ -188,7 +188,7 @@ class Observation:
             TraceError, InputError: they do not.
         """
         traced, model = self._call.program.traced, self._witness.model
-        with restored_attributes(model) if traced.runs_own_code else nullcontext():  # hooks may keep lists
+        with restored_attributes(model) if traced.kept else nullcontext():  # hooks may keep lists
             self._witness.look(self._call, self._step, self._compare, is_over=is_over)
 
     def _compare(self) -> str:

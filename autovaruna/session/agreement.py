@@ -18,6 +18,7 @@ from torch import Tensor
 from autovaruna.config.settings import Settings, input_groups
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
+from autovaruna.graph.operators import reached
 from autovaruna.graph.traced import TracedModel
 from autovaruna.ranks.exchange import ALIKE, BLOCK, differences
 from autovaruna.ranks.world import World
@@ -91,7 +92,8 @@ class Agreement:
 
     @cached_property
     def same_inputs(self) -> SameInputs:
-        return SameInputs(input_groups(self._run.settings, self._run.world.num_ranks))
+        settings = self._run.settings
+        return SameInputs(input_groups(settings, self._run.world.num_ranks), has_names=bool(settings.batch_inputs))
 
     def agree(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward", known: Known | None = None
@@ -128,6 +130,7 @@ class Agreement:
         weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, run.world)
         batch = weight_micro_batches(batch, weights, settings.reduction == "sum")
         traced = known.traces.of(shared, batch)
+        self.same_inputs.refuse_tables(traced)
         lengths, what = traced.lengths_of(shared.call) or (), f"counting over the batch{run.of_model}"
         return Found(traced, batch, lengths, known.values.of_batch(traced, shared, batch, lengths, what))
 
@@ -154,6 +157,8 @@ class Agreement:
         flags |= NORM_WANTED * wants_norm
         actions = (*run.actions.digest(), *(engine.script_actions.values() if engine else ()), run.is_synchronising)
         traced = None if known is None else known.traces.find(call)
+        if traced is not None:
+            traced.check_layouts(tensors)
         totals = None if known is None or traced is None else known.values.of_own(traced, call, tensors)
         return Report((call.key, repr(actions)), flags, BatchNumbers(call.batch_size, inputs, totals, metrics))
 
@@ -274,9 +279,10 @@ def _flags(letters: str) -> str:
 class SameInputs:
     """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few calls."""
 
-    def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        self.groups = groups
+    def __init__(self, groups: tuple[tuple[int, ...], ...], *, has_names: bool) -> None:
+        self.groups, self._has_names = groups, has_names
         self._trained: list[list[Digest]] = []  # digests of the first calls that train, by group
+        self._tables = frozenset[str]()  # inputs that may be none of the samples'
 
     def digests(self, call: CallSpec, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns a digest of each tensor, or of some of its numbers; nothing in most calls, and without samples."""
@@ -308,24 +314,38 @@ class SameInputs:
         if self._may_see_copies:
             firsts = [zip(inputs, digests[ranks[0]], strict=False) for ranks in self.groups]
             self._trained.append([tuple(own for spec, own in each if spec.is_batch) for each in firsts])
-            if warns and len(self._trained) == 1:
-                self._warn_of_tables(shared)
+            if len(self._trained) == 1:
+                self._find_tables(shared, warns=warns)
             if warns and len(self._trained) == _NUM_WHOLE_CALLS:
                 self._warn_of_copies()
 
-    def _warn_of_tables(self, shared: SharedCall) -> None:
-        """Warns of real numbers that all ranks have alike, one row for each of their samples, where no samples are."""
+    def _find_tables(self, shared: SharedCall, *, warns: bool) -> None:
+        """Finds real numbers that all ranks have alike, one row for each of their samples, where no samples are."""
         pairs = [pair for pair in zip(shared.call.inputs, shared.tensors, strict=True) if pair[0].is_batch]
         by_input = list(zip(pairs, *self._trained[0], strict=False))
         alike = [(spec, tensor) for (spec, tensor), *found in by_input if len(set(found)) == 1]
         tables = [spec.name for spec, tensor in alike if tensor.is_floating_point() and (tensor != tensor[:1]).any()]
-        if tables and len(alike) < len(pairs):
+        self._tables = frozenset(tables if len(alike) < len(pairs) else ())
+        if self._tables and warns:
             others = tuple(spec.name for spec, _ in pairs if spec.name not in tables)
             logger.warning(
                 "%s is as long as the batch, and every rank passes the same numbers: it is cut into micro-batches, for "
                 "its rows are taken for those of the samples. If they are not (a table, say), name the inputs that "
                 "have samples: batch_inputs=%s",
                 *(", ".join(tables), others),
+            )
+
+    def refuse_tables(self, traced: TracedModel) -> None:
+        """Refuses a table, of no samples, of which forward adds rows up: over all ranks, each of which has it."""
+        nodes = [traced.nodes[name] for name in traced.totals.merges]
+        added = {node.name: node for node in reached(nodes, lambda node: node.all_input_nodes)}.keys() & self._tables
+        if added and not self._has_names:
+            named = [spec.name for spec in traced.call.inputs if spec.is_batch]
+            raise InputError(
+                f"{min(added)} is as long as the batch, every rank passes the same numbers, and forward counts or adds "
+                "them up over the batch, which is that of all ranks. Expected the names of the inputs that have "
+                f"samples: batch_inputs={[each for each in named if each not in added]}, or, where they are weights of "
+                f"samples that are alike by chance, {named}."
             )
 
     def _warn_of_copies(self) -> None:

@@ -204,7 +204,7 @@ class Session:
         kept = kept_by_hooks(module)[1] if traced.watched else {}
         if is_new:
             self._record_trace(traced, kept)
-        if is_new or kept or sets or traced.sets or traced.runs_own_code:  # all may set attributes
+        if is_new or kept or sets or traced.sets or traced.kept:  # all may set attributes
             guards.settle(kept)
         self._left = put_left(module, traced.left)
 

@@ -307,6 +307,7 @@ class Traces:
 
         def check_here() -> None:
             if able.index(True) == self._world.rank:
+                traced.check_layouts(shared.tensors)
                 samples = shared.samples(0, size) if not traced.asks_for_one else self._repeated(shared, max(2, size))
                 compare(traced, self._model, samples, self.device)
 

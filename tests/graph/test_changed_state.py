@@ -203,9 +203,12 @@ class Holder(Optioned):
         self.config, self.by_name = SimpleNamespace(scale=1.0, unread=0), {"a": [1.0]}
         self.array, self.tensor, self.only_compared = numpy.ones(2), torch.ones(()), 1
         self.register_buffer("buffer", torch.ones(()))
+        weight: Any = self.body[0].weight
+        weight.gain = 1.0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         factor = self.config.scale * self.by_name["a"][0] * float(self.array[0]) * self.tensor * self.buffer
+        factor = factor * self.body[0].weight.gain
         factor = factor * self.of_class * getattr(self, "more", 1.0) * (2.0 if self.only_compared is None else 1.0)
         return super().forward(x, y) * factor
 
@@ -216,6 +219,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other module": lambda model: model.body.__setitem__(1, nn.ReLU()),
     "hook": lambda model: model.body[0].register_forward_hook(lambda module, given, result: -result),
     "config": lambda model: setattr(model.config, "scale", 2.0),
+    "attribute of a weight": lambda model: setattr(model.body[0].weight, "gain", 2.0),
     "another config": lambda model: vars(model).update(config=SimpleNamespace(scale=3.0, unread=0)),
     "container": lambda model: model.by_name["a"].__setitem__(0, 2.0),
     "array": lambda model: model.array.fill(2.0),
@@ -548,3 +552,33 @@ def test_sizes_that_forward_leaves_for_the_script_are_there_after_the_call() -> 
     with pytest.raises(InputError, match="uses num_samples of the model"):
         range(model.num_samples)
     assert model.num_traces == 2
+
+
+def aliased(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Counts in one buffer, and reads it by the name of another, which are one tensor."""
+    self.one.add_(1)
+    return F.cross_entropy(self.last(torch.tanh(self.first(x)) / self.other), y)
+
+
+def set_at_first(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Shifts by the mean of its first batch, as an ActNorm does."""
+    h = self.first(x)
+    self.shift.copy_(torch.where(self.is_set, self.shift, h.detach().mean(0)))
+    self.is_set.fill_(True)
+    return F.cross_entropy(self.last(torch.tanh(h - self.shift)), y)
+
+
+ONE = torch.ones(1, 1)
+OF_ITS_OWN: dict[str, tuple[nn.Module, str]] = {  # once, each trained on with other numbers
+    "one tensor by two names": (two_layers(aliased, one=ONE, other=ONE), "two buffers that are one tensor"),
+    "a part of another": (two_layers(aliased, one=ONE, other=ONE[0]), "forward changes one, whose memory other shares"),
+    "a first batch": (
+        two_layers(set_at_first, shift=torch.zeros(WIDTH), is_set=torch.tensor(False)),
+        "sets is_set, shift by its first batch.*run one through it before it is wrapped",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ITS_OWN)
+def test_state_that_stages_or_micro_batches_would_not_share_is_refused(kind: str) -> None:
+    refuse(*OF_ITS_OWN[kind])

@@ -191,6 +191,9 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
     "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
     "by a truth": halved,
+    # once, a truth about counts, and a count, were left to the steps that are looked at
+    "by whether any is large": lambda self, x: torch.where(((h := self.first(x)) > 1e4).any(), h * 0.5, h),
+    "by how many are large": lambda self, x: (h := self.first(x)) / (h > 1e4).sum().clamp(min=1),
     "by a mask": without_outliers,
     "by an index": of_the_best,
     "permuted": lambda self, x: self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])]),
@@ -259,8 +262,13 @@ def ends(self: nn.Module, x: Tensor) -> Tensor:
     return flat[torch.arange(x.shape[0]) * LENGTH + last] + flat[torch.arange(x.shape[0]) * LENGTH + any_]
 
 
+def drawn(self: nn.Module, x: Tensor) -> Tensor:
+    """Chooses by noise that it draws; once, its rows followed from their places in the batch."""
+    return F.gumbel_softmax(self.last(x), hard=True) * torch.rand(x.shape[0], 1, 1).log()
+
+
 @pytest.mark.parametrize(
-    "function", (ends, auxiliary, chosen, lengths, followed, joined), ids=lambda function: function.__name__
+    "function", (ends, auxiliary, chosen, lengths, followed, joined, drawn), ids=lambda function: function.__name__
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert traced(model(function), SEQUENCES).sizes.symbol is not None

@@ -123,6 +123,10 @@ PASSING: dict[str, Function] = {
     "without gradient": without_gradient,
     "looked at": looked_at,
     "converted": converted,
+    # once, what was there before a draw filled it counted, in some steps
+    "whole paths": lambda m, x, y: F.cross_entropy(m.last(x * x.new_empty(x.shape[0], 1).bernoulli_(1.0)), y),
+    # once, one that fixes its batch size
+    "taken along": lambda m, x, y: F.cross_entropy(m.last(torch.take_along_dim(x, x.argsort(dim=1), dim=1)), y),
     "spectra": spectra,
 }
 
@@ -185,6 +189,15 @@ def trains(case: Case, recompute: bool = False) -> None:
 @pytest.mark.parametrize("name", some([*PASSING], 7))
 def test_right_numbers(name: str) -> None:
     trains(Case(name, lambda: steps(PASSING[name]), labelled))
+
+
+def test_places_of_a_mask_are_counted_over_the_batch() -> None:
+    """Once, a mean over them was refused."""
+
+    def picked(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(x), y, reduction="none")[torch.where(y > 0)[0]].mean()
+
+    train_as_plain(Case("places of a mask", lambda: steps(picked), labelled), pipeline(2), SIZE, SIZE)
 
 
 def held(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -337,6 +350,14 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "sparse gradients": (sparse(False), r"sparse=True at .*Expected sparse=False"),
     "a sparse buffer": (sparse(True), "mixer"),
     "a branch that is no check": (steps(clamped), r"y\.max\(\) >= CLASSES"),
+    "the largest": (  # once, without a line
+        steps(lambda m, x, y: F.cross_entropy(m.last(x), y, reduction="none").topk(3).values.mean()),
+        r"fixes its batch size or mixes the samples of a batch at .*topk\(3\)",
+    ),
+    "every second": (
+        steps(lambda m, x, y: F.cross_entropy(m.last(x)[::2], y[::2])),
+        r"fixes its batch size or mixes the samples of a batch at .*\[::2\]",
+    ),
     "a batch size in a set": (
         steps(lambda m, x, y: F.cross_entropy(m.last(x), y) * len({x.shape[0], y.shape[0]})),
         r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False",

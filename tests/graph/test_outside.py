@@ -186,6 +186,8 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a number of one": (lambda self, h: TEACHERS[0](h), lambda: setattr(TEACHERS[0].rates[0], "p", 0.1)),
     "a weight of one": (lambda self, h: TEACHERS[0](h), lambda: setattr(TEACHERS[0].rates[1], "bias", None)),
     "the environment": (lambda self, h: h * float(os.getenv("OWN", "1")), lambda: os.environ.update(OWN="2")),
+    "torch's dtype": (lambda self, h: h * torch.ones(()), lambda: torch.set_default_dtype(torch.float64)),
+    "torch's precision": (lambda self, h: h @ TENSOR, lambda: torch.set_float32_matmul_precision("high")),
     "by its name": (lambda self, h: h * globals()["WEIGHT"], lambda: setattr(HERE, "WEIGHT", 2.0)),
 }
 AT_FIRST = {"WEIGHT": 1.0, "UNREAD": 1.0, "TENSOR": TENSOR, "BRANCH": BRANCH, "helper": helper}
@@ -209,6 +211,8 @@ def begin() -> None:
     TEACHERS[0] = Teacher()
     SLOPE.keywords.update(negative_slope=0.1)
     os.environ.pop("OWN", None)
+    torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
 
 
 def notices(act: Act, change: Callable[[], object]) -> None:
@@ -231,6 +235,7 @@ def test_another_value_asks_for_another_trace(name: str) -> None:
     """Once, the first value held for ever, without a word."""
     begin()
     notices(*CASES[name])
+    begin()
 
 
 def test_a_hook_of_all_modules_asks_for_another_trace() -> None:

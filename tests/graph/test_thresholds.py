@@ -45,6 +45,7 @@ COUNTS: dict[str, Loss] = {
     "share": lambda m, s, hard, e: torch.where(hard.float().sum() / MOST > 1.0, 2 * e, e).mean(),
     "above": lambda m, s, hard, e: (e * (1 + F.relu(hard.sum() - float(MOST)))).mean(),
     "steps": lambda m, s, hard, e: (e * (1 + hard.sum() // MOST)).mean(),
+    "none at all": lambda m, s, hard, e: (e * (1 + hard.sum().clamp(max=1))).mean(),
     "ranks": lambda m, s, hard, e: (e * (hard.long().argsort().argsort() < MOST)).mean(),
     "first": lambda m, s, hard, e: e[hard][:MOST].sum() / e.shape[0],
     "buffer": lambda m, s, hard, e: (e * (hard.cumsum(0) < m.most)).mean(),
@@ -57,7 +58,6 @@ PLACES: dict[str, Loss] = {
     "size": lambda m, s, hard, e: (e * (torch.full((), e.shape[0]) < MOST)).mean() + e.mean(),
 }
 AS_PLAIN: dict[str, Loss] = {
-    "none at all": lambda m, s, hard, e: (e * (1 + hard.sum().clamp(max=1))).mean(),
     "never": lambda m, s, hard, e: (e * (hard.cumsum(0) < 1000)).mean(),
     "of each sample": lambda m, s, hard, e: (e * ((s > 0).sum(1) > 1)).mean() + (s * ((s > 0).cumsum(1) < 2)).mean(),
     "indices": lambda m, s, hard, e: e.mean() - s[places(e), hard.long()].mean(),
@@ -69,7 +69,7 @@ AS_PLAIN: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", some([*COUNTS], 5))
 def test_a_count_above_a_number_is_refused_before_it_is_reached(name: str) -> None:
-    words = r"mixes the samples of a batch: \w+ goes by whether a count .* is above .* at .*test_thresholds.py:\d+"
+    words = r"(whether a count .* is above|of several samples, meets each sample in) .*at .*thresholds.py:\d+"
     refuse(case_of(name, COUNTS[name]), words, labelled(SIZE, 0)[1])
 
 

@@ -350,3 +350,59 @@ def test_gradients_that_are_clipped_on_the_way_are_not_scaled_afterwards() -> No
     model.zero_grad()
     (AutoVaruna(model, loss_mode="outputs", **ONE)(**BATCH) / 4).backward()
     torch.testing.assert_close(gradients_of(model), expected)
+
+
+class Switched(torch.autograd.Function):
+    """Clips gradients where a flag is on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flag: Tensor) -> Tensor:
+        ctx.save_for_backward(flag)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.where(ctx.saved_tensors[0] > 0, gradient.clamp(-0.002, 0.002), gradient), None
+
+
+def clipping_by_hook(self: Any, x: Tensor) -> Tensor:
+    if x.requires_grad and self.flag.item() > 0:
+        x.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
+    return x * 1.0
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["function", "module"])
+def test_nor_are_those_that_a_buffer_lets_be_clipped_later(is_kept: bool) -> None:
+    """Once, what is kept whole was tried with the flag as it was, or with one number, by chance."""
+    clip = Written(clipping_by_hook if is_kept else lambda self, x: Switched.apply(x, self.flag), flag=torch.zeros(()))
+    model = two_layers(
+        lambda self, x, y: F.cross_entropy(self.last(self.clip(torch.tanh(self.first(x)))), y), clip=clip
+    )
+    with pytest.raises(InputError, match=r"got 0.25 times the loss"):
+        (AutoVaruna(model, **ONE)(**BATCH) / 4).backward()
+
+
+FACTOR = SimpleNamespace(value=1.0)
+SCALED = function_of(lambda gradient: FACTOR.value * gradient)
+
+
+def test_what_a_backward_reads_may_not_change_after_the_call() -> None:
+    """Once, the step had gone backward with the number of before."""
+    model = two_layers(lambda self, x, y: F.cross_entropy(self.last(SCALED.apply(torch.tanh(self.first(x)))), y))
+    wrapped = AutoVaruna(model, **ONE)
+    wrapped(**BATCH).backward()
+    loss = wrapped(**BATCH)
+    FACTOR.value = 2.0
+    with pytest.raises(InputError, match=r"reads .*value, which has changed since the call: got 2\.0.*with 1\.0"):
+        loss.backward()
+
+
+def test_an_input_that_lies_otherwise_is_refused_where_forward_asks_for_that() -> None:
+    """Once, it took the branch of the first one."""
+    model = two_layers(
+        lambda self, x, y: F.cross_entropy(self.last(self.first(x)) * (1.0 if x.is_contiguous() else 2.0), y)
+    )
+    wrapped = AutoVaruna(model, **ONE)
+    wrapped(**BATCH).backward()
+    with pytest.raises(InputError, match=r"how a tensor lies in memory at .*is_contiguous.*Expected x\.contiguous\(\)"):
+        wrapped(x=BATCH["x"].t().contiguous().t(), y=BATCH["y"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
+from autovaruna import AutoVaruna, CheckpointError, ConfigError, InputError, RankError
 from autovaruna.elastic.rank_script import SAVED
 from autovaruna.ranks.transport.base import TensorTransfer
 from autovaruna.ranks.transport.threads import Mailboxes, ThreadTransport
@@ -190,9 +190,11 @@ def test_a_table_as_long_as_the_batch_is_told_and_named(caplog: pytest.LogCaptur
         loss, number = model(xs[own], ys[own], table, torch.tensor(3))
         return loss.item(), int(number)
 
-    run_ranks(2, be_rank)
+    with pytest.raises(InputError, match=r"table is as long as the batch.*adds them up.*batch_inputs=") as caught:
+        run_ranks(2, be_rank)
     assert sum("table is as long as the batch" in each for each in caplog.messages) == 1
     (names,) = (each.rpartition("batch_inputs=")[2] for each in caplog.messages if "batch_inputs=" in each)
+    assert str([*ast.literal_eval(names)]) in str(caught.value)
     for loss, number in run_ranks(2, partial(be_rank, batch_inputs=ast.literal_eval(names))):
         assert loss == pytest.approx(expected, rel=1e-5) and number == 4  # once, one more for each micro-batch
     assert sum("table is as long as the batch" in each for each in caplog.messages) == 1

@@ -28,6 +28,7 @@ from autovaruna.graph.operators import (
     BY_SAMPLES,
     KEEPING,
     MEAN,
+    SCALING,
     Dependence,
     Linearity,
     Merge,
@@ -109,8 +110,11 @@ class _Meetings:
         return lengths is not None and any(map(self._sizes.grows, lengths(node)))
 
     def _brought_back(self, node: fx.Node) -> str:
-        """Finds what was made of all samples and meets each of them, or a layer, again."""
-        made_of_all = [each for each in read(node) if self._dependence(each) is Dependence.ALL]
+        """Finds what was made of all samples and meets each of them, or a layer, again; a count does as a number."""
+        joint, is_trained = {Dependence.ALL}, self._facts[node.name].needs_gradient
+        if is_trained and operator_of(node).linearity in SCALING | {Linearity.LINEAR} and not has(node, Trait.BY_INDEX):
+            joint.add(Dependence.COUNTS_OF_SEVERAL)
+        made_of_all = [each for each in read(node) if self._dependence(each) in joint]
         if not made_of_all:
             return ""
         what = f"{made_of_all[0].name}, which is made of several samples,"
@@ -130,11 +134,16 @@ class _Meetings:
             return ""
         for source in read(node):
             is_of_sizes = self._dependence(source) is Dependence.NONE and self._sizes.has_samples(source)
-            if is_of_sizes and not self._orders.fits(source, node):
+            if is_of_sizes and not self._orders.fits(source, node) and not self._is_drawn(source):
                 return (
                     f"{source.name}, whose rows follow from their places in the batch, is computed with in {node.name}"
                 )
         return ""
+
+    def _is_drawn(self, value: fx.Node) -> bool:
+        """Whether chance makes the rows of a value, whatever their places: all but the order of a permutation."""
+        made_of = reached([value], lambda node: node.all_input_nodes)
+        return any(self._facts[node.name].is_random and name_of(node) != "randperm" for node in made_of)
 
     def _by_count(self, node: fx.Node) -> str:
         """Finds gradients that are divided by how often an index is there."""

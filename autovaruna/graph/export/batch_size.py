@@ -22,6 +22,7 @@ from autovaruna._torch import COMPARES_SIZES, FIXES_SIZE, ValueRanges, int_oo, r
 from autovaruna.graph.export.errors import BatchSizeError, in_transform
 from autovaruna.graph.source_lines import is_users, running_modules, users_line
 
+_FEW = range(2, 65)
 _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 25) for step in (-1, 0, 1)))
 """Sizes for which conditions are tried; above the last one there is no batch."""
 
@@ -67,6 +68,11 @@ class SizeWatch:
             ):
                 stack.enter_context(replaced_here(kind, name, act))
             yield
+
+    def places(self) -> tuple[str, str]:
+        """Returns the line that fixed a size first, and the first one that a batch of some size would not pass."""
+        lines = (line for condition, line in self._lines.items() if line and _fails_for_some(condition))
+        return self.fixed_at, next(lines, "")
 
     def record_free_lengths(self, lengths: Sequence[Any]) -> None:
         self._lengths = [each.node for each in lengths if isinstance(each, torch.SymInt)]
@@ -173,6 +179,11 @@ def _open_ranges(shapes: ShapeEnv, lengths: set[Any]) -> list[tuple[int, str]]:
                 bounds.append((int(known.upper), ""))
             shapes.var_to_range[symbol] = ValueRanges(min(known.lower, 2), int_oo)
     return bounds
+
+
+def _fails_for_some(condition: sympy.Basic) -> bool:
+    symbols = condition.free_symbols
+    return len(symbols) == 1 and any(condition.xreplace(dict.fromkeys(symbols, size)) == sympy.false for size in _FEW)
 
 
 @lru_cache(maxsize=4096)

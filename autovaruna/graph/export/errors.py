@@ -212,7 +212,7 @@ def model_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> 
 
 
 def explain(
-    error: Exception, model: nn.Module, call: CallSpec, is_dynamic: bool, fixed_at: str, own: Exception | None
+    error: Exception, model: nn.Module, call: CallSpec, is_dynamic: bool, places: tuple[str, str], own: Exception | None
 ) -> TraceError:
     """Says which line of the user's code stopped the trace, and what to do."""
     name = type(model).__qualname__
@@ -230,8 +230,9 @@ def explain(
         return found
     where = where_raised(error)
     if is_dynamic and is_about_batch(error) and _OF_KEYS not in str(error) and not _uses_transform(error):
+        fixed_at, bounded_at = places
         reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixed_at)
-        return refuse_batch_size(model, call, fixed_at or where, reason)
+        return refuse_batch_size(model, call, fixed_at or where or bounded_at, reason)
     if isinstance(error, InModuleError) and str(error) == DRAWN:
         where = line_with(_DRAWS, model.get_submodule(error.path))
     text = next(text for applies, text in _REASONS if applies(error, where)).format(

@@ -43,6 +43,7 @@ class Exported:
         sets: constants that it sets as attributes of modules, none of which any method of the model reads.
         greatest: the batch size up to which the graph holds; None: it holds for all.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
+        asks_for_layout: where the script asks how a tensor lies in memory; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
         lengths: those that vary; None: the graph holds for one shape of each sample.
         fixes_lengths: where the model fixes a size; empty: not known.
@@ -58,6 +59,7 @@ class Exported:
     sets: tuple[NumberChange, ...] = ()
     greatest: int | None = None
     asks_for_one: str = ""
+    asks_for_layout: str = ""
     watched: tuple[WatchedCall, ...] = ()
     lengths: Lengths | None = None
     fixes_lengths: str = ""

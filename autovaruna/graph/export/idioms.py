@@ -64,6 +64,7 @@ _OWN_GENERATOR = (
     "forward draws from a torch.Generator{}, whose state no trace can keep. Expected draws without generator=, which "
     "are seeded (seed=...) for each call and micro-batch; or draw in the script, and pass the numbers as an argument."
 )
+_OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
 _STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"})
 _grad_fn: Any = Tensor.grad_fn
 
@@ -77,6 +78,7 @@ class Idioms(TorchFunctionMode):
     def __init__(self, kept: Mapping[Any, Callable[..., Any]], own: Mapping[int, tuple[nn.Module, str]]) -> None:
         super().__init__()
         self._own = own
+        self.asks_for_layout = ""  # the first line of the script that does
         self._failed: list[tuple[Exception, NamedFunction]] = []
         self._kept = kept
         self._before = _modes()
@@ -84,6 +86,8 @@ class Idioms(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _modes() != self._before:
             _refuse_modes(self._before)
+        if function in _OF_LAYOUT and is_of_script(sys._getframe(1).f_code.co_filename):
+            self.asks_for_layout = self.asks_for_layout or users_line()
         args, given = (
             tuple(map(self._traced, args)),
             {name: self._traced(each) for name, each in (kwargs or {}).items()},
@@ -169,6 +173,23 @@ def _of_one_length(loss: Callable[..., Any], input: Any, target: Any, *args: Any
     return loss(input, target, *args, **kwargs)
 
 
+def _where(condition: Tensor, *values: Any, **more: Any) -> Any:
+    """Finds places one tensor at a time: which tensor says how many there are is known then."""
+    if values or more or not condition.dim():
+        return torch.where(condition, *values, **more)
+    return condition.nonzero().unbind(1)
+
+
+def _nonzero(condition: Tensor, *, as_tuple: bool = False, **more: Any) -> Any:
+    return _where(condition) if as_tuple else torch.nonzero(condition, **more)
+
+
+def _take_along(source: Tensor, places: Tensor, dim: int | None = None, **more: Any) -> Any:
+    if dim is None or source.shape != places.shape:
+        return torch.take_along_dim(source, places, dim, **more)
+    return source.gather(dim, places, **more)
+
+
 def _refuse_packing(*args: Any) -> Any:
     raise TraceError(
         f"forward packs sequences{users_line()}, and how long a packed one is depends on the lengths in a tensor. "
@@ -215,6 +236,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **{each: partial(number_in, each) for each in (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)},
     Tensor.tolist: partial(number_in, Tensor.tolist),
     all_true: all_pass,
+    torch.where: _where,
+    **dict.fromkeys((torch.nonzero, Tensor.nonzero), _nonzero),
+    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), _take_along),
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     pack_by_lengths: _refuse_packing,

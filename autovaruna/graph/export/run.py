@@ -58,7 +58,7 @@ from autovaruna.graph.export.idioms import (
     varying_lengths,
 )
 from autovaruna.graph.export.watchers import pop_watched, restart
-from autovaruna.graph.guards import full_name
+from autovaruna.graph.guards import attributes_of, full_name
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import (
     example_inputs,
@@ -224,6 +224,8 @@ class FlatCall(nn.Module):
         self.keeper.batch = sizes
         attempt.sizes.record_free_lengths([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
         restart()
+        for place, attributes in attempt.attributes:  # torch.export has put tensors of its own there
+            vars(getattr(*place)).update(attributes)
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
         numbers = plain_state(self.model) | numbers_in(self.outside)
@@ -329,6 +331,7 @@ class ExportAttempt:
     opaque: OpaqueParts
     sizes: SizeWatch = field(default_factory=SizeWatch)
     reports: list[tuple[Tree, list[str], list[NumberChange], list[NumberChange]]] = field(default_factory=list)
+    attributes: list[tuple[tuple[nn.Module, str], dict[str, Any]]] = field(default_factory=list)  # of tensors
 
     def run(self) -> Exported:
         """Traces the call.
@@ -340,6 +343,7 @@ class ExportAttempt:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         sizes, is_dynamic = self.sizes, self.options.is_dynamic
         own = {id(getattr(*places[0])): places[0] for places in places_of(self.model)}
+        self.attributes.extend((place, attributes_of(getattr(*place))) for place in own.values())
         with self._fake_model(mode) as (outside, keeper, drawn), sizes.entered(), self._plain_torch() as has_cudnn:
             flat = FlatCall(self, keeper, Idioms(keeper.functions, own), outside)
             try:
@@ -370,6 +374,7 @@ class ExportAttempt:
             sets=tuple(sets),
             greatest=self._greatest() if is_dynamic else None,
             asks_for_one=sizes.asks_for_one,
+            asks_for_layout=flat.idioms.asks_for_layout,
             lengths=lengths,
             fixes_lengths=sizes.fixed_at,
         )
@@ -440,7 +445,7 @@ class ExportAttempt:
         refusal = error if isinstance(error, TraceError) else None
         if isinstance(error, BatchSizeError):
             refusal = BatchSizeError(f"{error} {advice(self.model, self.call)}")
-        refusal = refusal or explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, own)
+        refusal = refusal or explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.places(), own)
         new = next_attempt(cause, self.model, opaque, function) if self.options.can_keep and cause is not None else None
         if new and new != opaque:
             raise RetryError(new, refusal) from cause

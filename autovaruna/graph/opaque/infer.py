@@ -10,6 +10,7 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import sympy
@@ -220,16 +221,21 @@ def infer_outputs(trial: OpaqueTrial) -> Returned:
 
 def _inferred(trial: OpaqueTrial) -> Returned:
     with untouched_generator(trial.device):
-        return replace(trial.returned(), is_linear_back=_is_linear_back(trial) is not False)
+        return replace(trial.returned(), is_linear_back=_is_linear_back(trial))
 
 
-def _is_linear_back(trial: OpaqueTrial) -> bool | None:
-    """Returns whether gradients grow with those that come in; None: it cannot be tried."""
-    for numbers in _FOR_GRADIENTS:
+def _is_linear_back(trial: OpaqueTrial) -> bool:
+    """Whether gradients grow with those that come in, whatever is in what may be a switch.
+
+    That is a number, or integers; a buffer is tried as it is, and as ones.
+    """
+    for numbers, is_on in product(_FOR_GRADIENTS, (False, True)):
         try:
             seed_generators(trial.device, 0)
             size = _SIZES[-1] if isinstance(trial.batch[0], torch.SymInt) else int(trial.batch[0])
             tensors, state = trial.arguments(numbers, size), trial.numbers()
+            if is_on:
+                state = [each if each.requires_grad else torch.ones_like(each) for each in state]
             outputs, *_ = trial.run([each.clone() for each in tensors], state)
             roots = [each for each in outputs if each.requires_grad]
             leaves = [each for each in (*tensors, *state) if each.requires_grad]
@@ -248,10 +254,14 @@ def _is_linear_back(trial: OpaqueTrial) -> bool | None:
             )
             is_steady = all(map(torch.equal, one, again)) and all(each.isfinite().all() for each in one)
             if is_steady and any(each.any() for each in one):
-                return all(distance(*pair) <= noise for other in others for pair in zip(other, one, strict=True))
+                pairs = (pair for other in others for pair in zip(other, one, strict=True))
+                if any(distance(*pair) > noise for pair in pairs):
+                    return False
+                if not any(not is_differentiable(each) or each.numel() == 1 for each in (*tensors, *state)):
+                    return True
         except Exception:  # it has no gradient, wants other numbers, or goes back once
             continue
-    return None
+    return True
 
 
 def _allowed(trial: OpaqueTrial, tensors: Sequence[Tensor]) -> float:

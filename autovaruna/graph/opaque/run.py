@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import local
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.module_state import places_of, with_state
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.operators import is_differentiable, run_opaque
+from autovaruna.graph.outside import OutsidePlace, read_outside
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.tree import Tree, flatten
 
@@ -122,6 +125,14 @@ class OpaqueModule:
     def adds_up(self) -> bool:
         """Whether a number that it returns is a sum over the samples: it is asked for by its name."""
         return any(words == "'sum'" for _, words in self._call.constants())
+
+    @cached_property
+    def backward_places(self) -> list[OutsidePlace]:
+        """Returns what the backward of an autograd function reads from outside of it."""
+        module = self._modules[False]
+        if not isinstance(module, OpaqueFunction) or not module.is_own:
+            return []
+        return read_outside([SimpleNamespace(backward=vars(module)["function"].__self__.backward)], ("backward",))
 
     def __repr__(self) -> str:
         module = self._modules[False]
