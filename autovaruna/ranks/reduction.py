@@ -26,7 +26,8 @@ from autovaruna.ranks.transport.layout import flat, to_host
 
 SMALL_BYTES = 16 << 10
 PIECE_BYTES = 1 << 20
-BYTES_AT_ONCE = 16 << 20
+BYTES_AT_ONCE, BYTES_AT_ONCE_OVER_HOSTS = 4 << 20, 16 << 20
+"""Of a group: a link between hosts is to be full also while a rank computes, and looks after its messages seldom."""
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -40,6 +41,8 @@ class Group:
         self._coming: deque[SumPiece] = deque()
         self.active: deque[SumPiece] = deque()
         self._num_active_bytes = 0
+        is_apart = len({transport.hosts[rank] for rank in ranks}) > 1
+        self._most_bytes = BYTES_AT_ONCE_OVER_HOSTS if is_apart else BYTES_AT_ONCE
 
     def start(self, tensor: Tensor) -> PieceExchange:
         host, num_ranks = to_host(tensor), len(self.ranks)
@@ -76,7 +79,7 @@ class Group:
             self._fill()
 
     def _fill(self) -> None:
-        while self._coming and (not self.active or self._num_active_bytes < BYTES_AT_ONCE):
+        while self._coming and (not self.active or self._num_active_bytes < self._most_bytes):
             piece = self._coming.popleft()
             piece.exchange(self)
             self.active.append(piece)
