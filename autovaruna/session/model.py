@@ -130,12 +130,10 @@ def _record_strangers(actions: ScriptActions, thread: int, optimizer: torch.opti
     if is_script and actions.records_gradients(optimizer):
         known = set().union(*(model.names_by_id() for model in list(_wrapped)))
         strangers = [each for each in parameters_of(optimizer) if id(each) not in known]
-        if not any(
-            isinstance(each, RemoteTensor) for each in strangers
-        ):  # the script's copies of weights, each here once
-            actions.record_gradients(
-                type(optimizer).__name__, [g for each in strangers if (g := each.grad) is not None]
-            )
+        if any(isinstance(each, RemoteTensor) for each in strangers):  # the script's copies of weights, each here once
+            return
+        gradients = [each.grad for each in strangers if each.grad is not None]
+        actions.record_gradients(type(optimizer).__name__, gradients)
 
 
 class WrappedOptimizer:
