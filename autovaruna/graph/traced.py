@@ -299,6 +299,8 @@ class TracedModel(KnownGraph):
 
     def backward_constants(self) -> dict[str, Any]:
         """Returns numbers and texts, by name, that backwards of autograd functions now read from outside of them."""
+        if not self.kept:
+            return {}
         places = chain(*(each.backward_places for each in self.kept))
         found = (each for place in places for each in entries(place.path, place.values()))
         return {name: value for name, value in found if is_constant(value)}

@@ -218,7 +218,7 @@ class Executor:
             for position, task in enumerate(tasks, 1):
                 self._task, instruction = task, task.instruction
                 began, waited = perf_counter(), mail.waited_seconds
-                if task.ends_stage:
+                if task.ends_stage and graph.book.early:
                     graph.book.follow(graph.stages[instruction.stage])
                 _METHODS[instruction.kind](self, graph.stages[instruction.stage], task)
                 if trace is not None:

@@ -105,14 +105,14 @@ class Summation:
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
         self._coming = {ranks: deque(runs) for ranks, runs in order.runs.items()}
-        self.early, self._missing = order.early, dict(order.num_early)
+        self._missing = dict(order.num_early)
         self._ended: set[int] = set()
 
     def take(self, use: ParameterUse, accumulator: Tensor) -> None:
         """Starts the sums of a run, given the last of its accumulators; lets others advance; never blocks."""
         assert use not in self._accumulators, f"{use} has its gradient twice"
         self._accumulators[use] = accumulator
-        run = self.early[use]
+        run = self._order.early[use]
         self._missing[run] -= 1
         if not self._missing[run]:
             self._start()
@@ -197,7 +197,8 @@ def _use(split: Split, plan: Plan, block: int) -> StageUse:
 class GradientBook:
     """Collects the gradients of a split's stages, sums them, and keeps back what is not to be summed yet.
 
-    `may_have_kept` says whether some rank may keep gradients back.
+    `may_have_kept` says whether some rank may keep gradients back; `early` are the uses whose sums may begin in a
+    backward of the step that has begun.
     """
 
     def __init__(
@@ -220,6 +221,7 @@ class GradientBook:
         self._kept: dict[ParameterUse, Tensor] = {}
         self.may_have_kept = False
         self._begun: Summation | None = None
+        self.early: Mapping[ParameterUse, SumRun] = {}
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, root_names: str, *, is_summed: bool) -> None:
@@ -227,17 +229,17 @@ class GradientBook:
         self.may_have_kept |= not is_summed
         order = self._orders.get(root_names) if is_summed and not self._varies else None
         self._begun = None if order is None else Summation(order, self._world, self._parameters)
+        self.early = {} if order is None else order.early
 
     def follow(self, stage: StageModule) -> None:
         """Starts sums of a stage while its last backward on this rank, which comes next, makes their gradients.
 
         On the host alone: a device's backward runs in a thread of its own, and its sums beside the next stage's.
         """
-        if self._begun is not None and self._begun.early:
-            for use, leaf in stage.leaves.items():
-                if leaf.is_cpu and use in self._begun.early:
-                    hand_over = partial(_hand_over, self._begun, use)
-                    self._hooks.append(leaf.register_post_accumulate_grad_hook(hand_over))  # type: ignore[no-untyped-call]
+        for use, leaf in stage.leaves.items():
+            if leaf.is_cpu and use in self.early:
+                hand_over = partial(_hand_over, self._begun, use)
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(hand_over))  # type: ignore[no-untyped-call]
 
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
@@ -388,9 +390,9 @@ def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
         totals[key] = totals[key].add_(other) if key in totals else other
 
 
-def _hand_over(summation: Summation, use: ParameterUse, leaf: Tensor) -> None:
+def _hand_over(summation: Summation | None, use: ParameterUse, leaf: Tensor) -> None:
     gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None, "autograd calls the hook of a leaf that has its gradient"
+    assert summation is not None and gradient is not None, "a backward of a step with sums has made it"
     summation.take(use, gradient)
 
 

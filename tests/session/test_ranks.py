@@ -297,7 +297,7 @@ def train(world: World, net: nn.Module, meet: Callable[[], object], loss_in_mode
 
 @pytest.mark.parametrize(("seed", "loss_in_model"), some([(0, False), (2, False), (1, True), (3, True)], 2))
 def test_ranks_may_wait_for_each_other_after_any_call(seed: int, loss_in_model: bool, monkeypatch: Any) -> None:
-    def lazy_worlds(num_ranks: int) -> list[World]:
+    def lazy_worlds(num_ranks: int, hosts: str) -> list[World]:
         mailboxes = Mailboxes(num_ranks)
         return [World(Lazy(rank, mailboxes, seed)) for rank in range(num_ranks)]
 
