@@ -22,7 +22,7 @@ _MOST_TABLES = 64
 """Tables of a formula that are kept: those of the stages of one grid, and of unequal replicas."""
 EARLY_BYTES = 1 << 20
 """Gradients of so many bytes are summed at once, beside the backward that makes others."""
-_BESIDE = 0.8
+_BESIDE = 0.9
 """What a link carries then: a rank looks after messages where it has made a gradient, and not in between."""
 
 

@@ -18,6 +18,7 @@ LARGE_BYTES = 256 << 10
 BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20
 """On the host a bucket has to find a place between gradients, where large holes are few."""
 BUCKETS_AT_ONCE = 2
+"""Full ones: so much memory packed tensors take."""
 
 
 @dataclass(eq=False)
@@ -33,6 +34,10 @@ class Bucket:
     num_bytes: int = 0
     packed: list[Tensor | None] = field(default_factory=list)
     pending: Pending = DONE
+
+    @property
+    def most_bytes(self) -> int:
+        return HOST_BUCKET_BYTES if self.is_on_host else BUCKET_BYTES
 
     def start(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
         shares = self.shares
@@ -69,8 +74,7 @@ class BucketQueue:
         is_packed, is_shared = not is_contiguous or tensor.nbytes < LARGE_BYTES, owner is not None
         key = tensor.dtype, is_packed, is_shared
         bucket = self._open.get(key) if is_packed or is_shared else None
-        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
-        if bucket is None or (is_packed and bucket.num_bytes and bucket.num_bytes + tensor.nbytes > most_bytes):
+        if bucket is None or (is_packed and bucket.num_bytes and bucket.num_bytes + tensor.nbytes > bucket.most_bytes):
             shares = list[list[Tensor]]([] for _ in range(len(self._ranks) if is_shared else 1))
             bucket = self._open[key] = Bucket(shares, is_packed, tensor.is_cpu)
             self._waiting.append(bucket)
@@ -85,7 +89,7 @@ class BucketQueue:
         self._open = {}
         while self._started and self._started[0].is_on_host and self._started[0].pending.is_done():
             self._finish_first()
-        while self._waiting and sum(each.is_packed for each in self._started) < BUCKETS_AT_ONCE:
+        while self._waiting and self._packed_bytes() < BUCKETS_AT_ONCE * self._waiting[0].most_bytes:
             self._waiting[0].start(self._world, self._ranks, gathers=self._gathers)
             self._started.append(self._waiting.popleft())
 
@@ -94,6 +98,9 @@ class BucketQueue:
         while self._started:
             self._finish_first()
             self.start()
+
+    def _packed_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._started if each.is_packed)
 
     def _finish_first(self) -> None:
         self._started.popleft().finish(self._ranks.index(self._world.rank), gathers=self._gathers)
