@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -250,8 +251,8 @@ def error_text(error: BaseException) -> str:
     lines = list(found.format())
     if num_hidden:
         lines.insert(-1, f"  ({num_hidden} frames of torch and AutoVaruna: {ALL_FRAMES_VARIABLE}=1 shows them)\n")
-    is_own = isinstance(error, AutoVarunaError)
-    lines += [f"{text}\n" for word, text in explanations.items() if word in str(error) and not is_own]
+    words = set() if isinstance(error, AutoVarunaError) else {*re.findall(r"\w+", str(error))}
+    lines += [f"{text}\n" for word, text in explanations.items() if word in words]
     return "".join(lines)
 
 
