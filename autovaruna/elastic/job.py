@@ -324,8 +324,9 @@ def can_start(host: str, seconds: float, is_over: threading.Event) -> bool:
     words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
     mpirun, deadline = find_mpirun(), time.monotonic() + seconds
     variables = {**os.environ, **AS_ROOT, **_beside_allocation([host]), **quoting_ssh(mpirun)}
-    call: Callable[[str], list[str]] = lambda file: [mpirun, "--hostfile", file, *words]  # noqa: E731
-    process = _mpirun(mpirun, {host: 1}, call, variables, subprocess.DEVNULL)
+    process = _mpirun(
+        mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
+    )
     while process.poll() is None and time.monotonic() < deadline and not is_over.wait(_LOOK_SECONDS):
         pass
     status = process.poll()
