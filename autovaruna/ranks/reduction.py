@@ -41,8 +41,7 @@ class Group:
         self._coming: deque[SumPiece] = deque()
         self.active: deque[SumPiece] = deque()
         self._num_active_bytes = 0
-        is_apart = len({transport.hosts[rank] for rank in ranks}) > 1
-        self._most_bytes = BYTES_AT_ONCE_OVER_HOSTS if is_apart else BYTES_AT_ONCE
+        self._most_bytes = BYTES_AT_ONCE_OVER_HOSTS if transport.are_apart(ranks) else BYTES_AT_ONCE
 
     def start(self, tensor: Tensor) -> PieceExchange:
         host, num_ranks = to_host(tensor), len(self.ranks)

@@ -8,7 +8,7 @@ the last to the first, and the total goes back to all; or to its owner, where th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -60,6 +60,7 @@ class SumOrder:
     Args:
         uses: The parameters of this rank, each with all its uses that get a gradient, the last first.
         holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
+        are_apart: Whether ranks are of several hosts.
 
     Attributes:
         over_stages: the uses of those that several stages use, or ranks without a gradient hold, and who gets the sum.
@@ -73,7 +74,7 @@ class SumOrder:
         holders: Mapping[str, tuple[int, ...]],
         owners: Mapping[str, int],
         num_bytes: Mapping[str, int],
-        hosts: Sequence[str],
+        are_apart: Callable[[tuple[int, ...]], bool],
     ) -> None:
         self.owners = owners
         self.over_stages: dict[str, tuple[list[StageUse], tuple[int, ...]]] = {}
@@ -87,7 +88,7 @@ class SumOrder:
             if name in self.over_stages:
                 continue
             runs, stage = self.runs.setdefault(each[0].ranks, []), each[0].stage
-            is_apart = len({hosts[rank] for rank in each[0].ranks}) > 1
+            is_apart = are_apart(each[0].ranks)
             if not runs or runs[-1].stage != stage or (is_apart and runs[-1].num_bytes >= EARLY_BYTES):
                 runs.append(SumRun(stage, {}))
             runs[-1].uses[name] = each
@@ -243,8 +244,8 @@ class GradientBook:
 
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self._hooks:
+            self._unfollow()
         if self._begun is not None:
             self._begun.end_stage(stage, _pop_gradients([each for each in self._stages if each.index == stage]))
 
@@ -284,9 +285,12 @@ class GradientBook:
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         self._begun = None
+        self._unfollow()
+        _pop_gradients(self._stages)
+
+    def _unfollow(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        _pop_gradients(self._stages)
 
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor], root_names: str | None) -> SumOrder:
         """Returns what is summed: all that has a gradient on any rank. Collective, once a set of roots.
@@ -306,7 +310,7 @@ class GradientBook:
         holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
         own = {name: live[name] for name in holders if self._world.rank in holders[name]}
         num_bytes = {name: self._parameters[name].nbytes for name in own}
-        order = SumOrder(own, holders, self._placement.owners, num_bytes, self._world.hosts)
+        order = SumOrder(own, holders, self._placement.owners, num_bytes, self._world.transport.are_apart)
         if root_names is not None:
             self._orders[root_names] = order
         return order

@@ -102,7 +102,7 @@ def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dic
                 peer = sum(pair) - world.rank
                 small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
                 large = both_ways_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
-                is_far = device.type == "cpu" and len({world.hosts[rank] for rank in pair}) > 1
+                is_far = device.type == "cpu" and world.transport.are_apart(pair)
                 mine[pair] = small, large, busy_seconds(world, peer, large, device) if is_far else 0.0
     own = [pair for pair in pairs if max(pair) == world.rank]  # each pair once
     rows = world.gather_numbers(chain(*map(mine.__getitem__, own)), "measuring links") if pairs else []

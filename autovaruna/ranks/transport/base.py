@@ -132,6 +132,10 @@ class Transport(ABC):
     host_cores = 0
     """Cores that the ranks of this rank's host may use together; 0: not known."""
 
+    def are_apart(self, ranks: Iterable[int]) -> bool:
+        """Returns whether some ranks are of several hosts."""
+        return len({self.hosts[rank] for rank in ranks}) > 1
+
     @abstractmethod
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         """Starts to send the memory of a dense tensor of the host; each channel and tag keeps its order."""
